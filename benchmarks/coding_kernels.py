@@ -11,7 +11,6 @@ of a bucket.
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -19,11 +18,9 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from dynamiq_jax.commands import options
-from dynamiq_jax.commands.bench import tables
 from dynamiq_jax.commands.bench.contenders import parse_size
-from dynamiq_jax.commands.bench.timing import TimedRow, time_calls
-from dynamiq_jax.commands.options import checked
+from dynamiq_jax.commands.bench.timing import Timing, time_calls
+from dynamiq_jax.commands.options import checked, workers_text
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import Arrived, Encoder
@@ -40,15 +37,6 @@ LEAVES = 20
 """How many leaves are joined."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KernelRow(TimedRow):
-    """One line of the report."""
-
-    kernel: str
-    coords: int
-    backend: str
-
-
 class OneChunk(Layout):
     """A layout of a single chunk, with the bits that chunks of several workers have."""
 
@@ -60,41 +48,29 @@ class OneChunk(Layout):
         return 1
 
 
-COLUMNS = (
-    tables.Column("kernel", lambda r: r.kernel),
-    *tables.TIME_COLUMNS,
-    tables.Column("backend", lambda r: r.backend),
-)
-
-
 def main(
-    size: Annotated[
-        str | None, typer.Option(help="bf16 gradient (default: 512MiB; on CPU 512KiB).")
-    ] = None,
+    size: Annotated[str, typer.Option(help="bf16 gradient; 512KiB is enough on a CPU.")] = "512MiB",
     bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
     dither: Annotated[
         bool, typer.Option("--dither", help="Decode with the encoders' noise.")
     ] = False,
-    repeats: options.Repeats = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed samples per kernel.")] = 20,
     backend: Annotated[
         str | None,
         typer.Option(help="triton, mosaic, jnp or interpret (default: the fastest here)."),
     ] = None,
-    json_file: options.JsonFile = None,
 ) -> None:
     """Time the coding kernels on one device beside a plain copy."""
-    options.writable(json_file)
     checked("--bits", DynamiQ, bits=bits, dither=dither)
-    size_bytes = None if size is None else checked("--size", parse_size, size)
+    coords = checked("--size", parse_size, size) // 2
     ran = checked("--backend", resolve_backend, backend)
-    workers = jax.devices()[:1]
-    on_cpu = options.on_cpu(workers)
-    repeats = repeats or (5 if on_cpu else 20)
-    coords = (size_bytes or (2**19 if on_cpu else 2**29)) // 2
-    rows = bench_kernels(coords, bits=bits, dither=dither, repeats=repeats, backend=ran)
-    title = f"kernels at {bits:g} bits{' with dither' * dither}, {coords:,} bf16 coordinates, "
-    title += f"{options.workers_text(workers)}, {repeats} repeats"
-    tables.report(rows, COLUMNS, title, workers, json_file)
+    print(
+        f"kernels ({ran}) at {bits:g} bits{' with dither' * dither}, {coords:,} bf16 coordinates, "
+        f"{workers_text(jax.devices()[:1])}, {repeats} repeats, JAX {jax.__version__}"
+    )
+    found = bench_kernels(coords, bits=bits, dither=dither, repeats=repeats, backend=ran)
+    for kernel, timing in found.items():
+        print(f"{kernel:32} {timing.time_us:9.1f} us ({timing.p10_us:.1f}-{timing.p90_us:.1f})")
 
 
 def bench_kernels(
@@ -104,7 +80,7 @@ def bench_kernels(
     dither: bool = False,
     repeats: int,
     backend: Backend | None = None,
-) -> list[KernelRow]:
+) -> dict[str, Timing]:
     """Times joining of leaves, statistics, the plan and the three coding kernels on a device.
 
     Widths and floors are those of `DynamiQ` over `Direct` among eight workers. A sample has 10
@@ -119,28 +95,17 @@ def bench_kernels(
     mean, sqnorm = jax.jit(sums)(x)
     plan = partial(order_and_tiles, layout=layout, backend=ran)
     parts = jnp.split(x, [coords * i // LEAVES // 256 * 256 for i in range(1, LEAVES)])
-    by_xla = {
+    calls = {
         "copy": partial(jax.jit(lambda x: x + 1), x),
         "join leaves": partial(jax.jit(joined), parts),
         "concatenate leaves": partial(jax.jit(jnp.concatenate), parts),
-    }
-    ours = {
         "statistics": partial(jax.jit(sums), x),
         "plan": partial(jax.jit(plan), sqnorm),
         **coding_calls(x, pack_statistics(mean, sqnorm, layout), layout, ran),
     }
     flying = 1 if jax.default_backend() == "cpu" else 10
-    calls = by_xla | ours
     timings = time_calls([*calls.values()], repeats=repeats, in_flight=flying)
-    return [
-        KernelRow(
-            kernel=name,
-            coords=coords,
-            backend=ran if name in ours else "xla",
-            **timing._asdict(),
-        )
-        for name, timing in zip(calls, timings, strict=True)
-    ]
+    return dict(zip(calls, timings, strict=True))
 
 
 def coding_calls(

@@ -1,7 +1,7 @@
 """Hosts on one machine: network namespaces with a shaped link each, and a command in all of them.
 
     python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
-      python benchmarks/step_time.py --coordinator 10.7.0.1:29400 --processes 2 --process-id %i
+      python benchmarks/step_time.py --model 350m --rate 25gbit
 
 A host has a network stack, a hostname (``host0``, ...), an ``/etc/hosts`` and a NIC, ``eth0``. Its
 rate holds in both directions. Two hosts are joined by a veth pair, more by a bridge in a namespace
@@ -21,21 +21,15 @@ The output of host 0 is printed, and all outputs land in ``--logs``. If a host f
 `GRACE` seconds to say why. No process, namespace or file outlives the run, even one that is killed.
 
 It takes root, iproute2 and util-linux. Where iproute2 is not installed, ``PATH`` and
-``LD_LIBRARY_PATH`` may lead to an unpacked one. Delay and loss come from netem; kernels without it
-pass packets through a process, which carries one to three Gb/s.
+``LD_LIBRARY_PATH`` may lead to an unpacked one. Links that delay or lose packets are at commit
+b5b82c2.
 """
 
 import contextlib
-import heapq
-import json
 import os
-import random
-import re
 import secrets
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -92,30 +86,12 @@ def _bytes_per_second(rate: str) -> float:
     return bytes_per_second(rate)
 
 
-def seconds(delay: str) -> float:
-    """The number that a delay like 5ms stands for."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", delay)
-    if not found:
-        raise ValueError(f"delay {delay!r}: give a number and a unit, as in 200us, 5ms")
-    return float(found[1]) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[found[2]]
-
-
-def fraction(loss: str) -> float:
-    """The number that a loss like 2% stands for."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)%", loss)
-    if not found or float(found[1]) >= 100:
-        raise ValueError(f"loss {loss!r}: give a percentage under 100%, as in 0.5%, 2%")
-    return float(found[1]) / 100
-
-
 class Hosts:
     """``n`` hosts, from the start of a ``with`` block to its end.
 
     Args:
       n: the number of hosts, from 2 to 250.
       rate: of every host's NIC in each direction, in bit, kbit, mbit or gbit; `None`: TCP's own.
-      delay: what every packet takes from host to host, in us, ms or s.
-      loss: the share of packets that get lost.
       devices: virtual CPU devices of each host.
       gpus: GPUs of each host.
 
@@ -129,8 +105,6 @@ class Hosts:
         n: int,
         *,
         rate: str | None = None,
-        delay: str = "0ms",
-        loss: str = "0%",
         devices: int | None = None,
         gpus: int | None = None,
     ) -> None:
@@ -139,13 +113,12 @@ class Hosts:
         if devices and gpus:
             raise ValueError(f"devices={devices} and gpus={gpus}: give one of them")
         self.n, self.devices, self.gpus = n, devices, gpus
-        self.rate, self.delay, self.loss = rate, seconds(delay), fraction(loss)
+        self.rate = rate
         self.bytes_per_second = _bytes_per_second(rate) if rate else None
         run = f"dq{secrets.token_hex(3)}"
         self.names = [f"{run}-{i}" for i in range(n)]
         self.switch = f"{run}-switch"
         self.coordinator = f"{self.address(0)}:{PORT}"
-        self._passes_packets: subprocess.Popen[bytes] | None = None
         self._started: list[subprocess.Popen[bytes]] = []
 
     def address(self, i: int) -> str:
@@ -177,14 +150,12 @@ class Hosts:
     def _build(self) -> None:
         for name in self.names:
             sh("ip", "netns", "add", name)
-        netem = bool(self.delay or self.loss) and _has_netem(self.names[0])
-        by_process = bool(self.delay or self.loss) and not netem
         ends = [(name, NIC) for name in self.names]
-        if self.n == 2 and not by_process:
+        if self.n == 2:
             a, b = self.names
             sh("ip", "link", "add", NIC, "netns", a, "type", "veth", "peer", NIC, "netns", b)
         else:
-            ends += self._add_switch(bridge=not by_process)
+            ends += self._add_switch()
         lines = [f"{self.address(i)} host{i}\n" for i in range(self.n)]
         for i, name in enumerate(self.names):
             sh("ip", "-n", name, "addr", "add", f"{self.address(i)}/24", "dev", NIC)
@@ -194,58 +165,27 @@ class Hosts:
             (folder / "hosts").write_text("127.0.0.1 localhost\n" + "".join(lines))
         for name, device in ends:
             sh("ip", "-n", name, "link", "set", device, "mtu", 9000, "up")
-            self._shape(name, device, netem=netem and device == NIC)
-        if by_process:
-            self._start_switch(ports=[device for name, device in ends if name == self.switch])
+            self._shape(name, device)
 
-    def _add_switch(self, *, bridge: bool) -> list[tuple[str, str]]:
+    def _add_switch(self) -> list[tuple[str, str]]:
         """Joins all hosts in one more namespace; returns that one's ends of the links."""
         sh("ip", "netns", "add", self.switch)
-        if bridge:
-            sh("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
-            sh("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        sh("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        sh("ip", "-n", self.switch, "link", "set", "bridge", "up")
         for i, name in enumerate(self.names):
             veth = ("type", "veth", "peer", f"port{i}", "netns", self.switch)
             sh("ip", "link", "add", NIC, "netns", name, *veth)
-            if bridge:
-                sh("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge")
+            sh("ip", "-n", self.switch, "link", "set", f"port{i}", "master", "bridge")
         return [(self.switch, f"port{i}") for i in range(self.n)]
 
-    def _shape(self, name: str, device: str, *, netem: bool) -> None:
-        tc = ("tc", "-n", name, "qdisc", "add", "dev", device)
-        if self.loss:  # what gets lost is a packet, not sixteen of them in one piece
-            sh("ip", "-n", name, "link", "set", device, "gso_max_segs", 1)
-        if netem:
-            rate = ("rate", self.rate) if self.rate else ()
-            delay, loss = f"{1e6 * self.delay:.0f}us", f"{100 * self.loss}%"
-            sh(*tc, "root", "netem", *rate, "delay", delay, "loss", loss, "limit", 100_000)
-        elif per_second := self.bytes_per_second:
+    def _shape(self, name: str, device: str) -> None:
+        """Sets the rate at which a device sends."""
+        if per_second := self.bytes_per_second:
             queue = max(2**18, int(0.05 * per_second))  # a shorter one loses packets
             # Hosts send at the rate. What several send to one at a time may come in bursts.
             burst = max(2**14, int(0.001 * per_second)) if device == NIC else queue
-            queue += burst
-            sh(*tc, "root", "tbf", "rate", self.rate, "burst", f"{burst}b", "limit", f"{queue}b")
-
-    def _start_switch(self, ports: list[str]) -> None:
-        code = "import sys, hosts; hosts.pass_packets(*sys.argv[1:])"
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
-        arguments = [str(self.delay), str(self.loss), *ports]
-        command = ["ip", "netns", "exec", self.switch, sys.executable, "-c", code, *arguments]
-        process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )  # fmt: skip
-        self._passes_packets = process
-        self._started.append(process)
-        assert process.stdout is not None
-        with process.stdout as said:
-            if said.readline() != b"ready\n":
-                raise RuntimeError("the process between the hosts did not start")
-
-    def check(self) -> None:
-        """Raises `RuntimeError` if the hosts are not connected any more."""
-        if self._passes_packets and self._passes_packets.poll() is not None:
-            raise RuntimeError("the process that passes packets between the hosts has ended")
+            bucket = ("rate", self.rate, "burst", f"{burst}b", "limit", f"{queue + burst}b")
+            sh("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
     def environment(self, i: int) -> dict[str, str]:
         """The variables of host i."""
@@ -319,11 +259,6 @@ class Hosts:
         """Takes host i back."""
         sh("ip", "-n", self.names[i], "link", "set", NIC, "up")
 
-    def bytes_sent(self, i: int) -> int:
-        """Bytes that left host i so far, headers and retransmissions included."""
-        found = sh("ip", "-n", self.names[i], "-s", "-j", "link", "show", NIC)
-        return json.loads(found.stdout)[0]["stats64"]["tx"]["bytes"]
-
 
 def check_machine() -> None:
     """Raises `Unavailable` unless this process may make namespaces and has the tools for it."""
@@ -344,53 +279,6 @@ def check_machine() -> None:
         sh("ip", "netns", "delete", probe, check=False)
 
 
-def _has_netem(name: str) -> bool:
-    found = sh("tc", "-n", name, "qdisc", "add", "dev", "lo", "root", "netem", check=False)
-    sh("tc", "-n", name, "qdisc", "del", "dev", "lo", "root", check=False)
-    return found.returncode == 0
-
-
-def pass_packets(delay: str, loss: str, *ports: str) -> None:
-    """A switch between interfaces of this process's namespace that is late and loses packets.
-
-    Frames travel with the kernel's notes about checksums and segments (``PACKET_VNET_HDR``), which
-    veth leaves to be done: 10 bytes before the receiver's and the sender's addresses.
-    """
-    level, vnet_header, ignore_outgoing, every_protocol = 263, 15, 23, 3
-    sockets = []
-    for port in ports:
-        taken = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 0)
-        taken.setsockopt(level, vnet_header, 1)
-        taken.setsockopt(level, ignore_outgoing, 1)
-        taken.setsockopt(socket.SOL_SOCKET, 33, 1 << 26)  # SO_RCVBUFFORCE
-        taken.bind((port, every_protocol))
-        sockets.append(taken)
-    print("ready", flush=True)
-    late, lost, draw = float(delay), float(loss), random.Random(0).random
-    ports_of: dict[bytes, socket.socket] = {}
-    waiting: list[tuple[float, int, bytes, list[socket.socket]]] = []
-    count = 0
-    while True:
-        pause = max(waiting[0][0] - time.monotonic(), 0) if waiting else None
-        for source in select.select(sockets, [], [], pause)[0]:
-            try:
-                frame = source.recv(1 << 17)
-            except OSError:  # the link was cut
-                continue
-            ports_of[frame[16:22]] = source
-            if draw() < lost:
-                continue
-            known = ports_of.get(frame[10:16])
-            targets = [known] if known else [other for other in sockets if other != source]
-            count += 1
-            heapq.heappush(waiting, (time.monotonic() + late, count, frame, targets))
-        while waiting and waiting[0][0] <= time.monotonic():
-            _, _, frame, targets = heapq.heappop(waiting)
-            for target in targets:
-                with contextlib.suppress(OSError):  # its queue is full: one more loss
-                    target.send(frame)
-
-
 def run(hosts: Hosts, command: list[str], logs: Path) -> list[int | None]:
     """Runs a command on all hosts, prints what host 0 says, and returns all exit statuses.
 
@@ -402,7 +290,6 @@ def run(hosts: Hosts, command: list[str], logs: Path) -> list[int | None]:
     deadline = None
     with files[0].open() as said:
         while True:
-            hosts.check()
             statuses = [process.poll() for process in processes]
             print(said.read(), end="", flush=True)
             if None not in statuses or (deadline and time.monotonic() > deadline):
@@ -416,8 +303,6 @@ def main(
     command: Annotated[list[str], typer.Argument(help="after --; %i is the host's number")],
     hosts: Annotated[int, typer.Option(help="how many")] = 2,
     rate: Annotated[str | None, typer.Option(help="25gbit; default: as fast as TCP goes")] = None,
-    delay: Annotated[str, typer.Option(help="from host to host, 5ms")] = "0ms",
-    loss: Annotated[str, typer.Option(help="packets that get lost, 2%")] = "0%",
     devices: Annotated[int | None, typer.Option(min=1, help="virtual CPU devices a host")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs a host")] = None,
     logs: Annotated[Path, typer.Option(help="folder of host0.log, ...")] = Path("runs/hosts"),
@@ -430,7 +315,7 @@ def main(
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, end)
     try:
-        with Hosts(hosts, rate=rate, delay=delay, loss=loss, devices=devices, gpus=gpus) as made:
+        with Hosts(hosts, rate=rate, devices=devices, gpus=gpus) as made:
             statuses = run(made, command, logs)
     except (ValueError, RuntimeError) as error:
         typer.echo(error, err=True)

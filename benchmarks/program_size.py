@@ -12,6 +12,8 @@ coordinates like those of a LLaMA, and such as ``50x1024x1024``, 50 leaves of th
 
 import os
 import time
+from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Annotated, Any
 from unittest import mock
@@ -20,7 +22,6 @@ import typer
 
 HEAD = "| tree | workers | | trace, s | lower, s | lines |"
 MORE = " compile, s | temporaries, MiB |"
-TOPOLOGIES = "Direct,Ring,Butterfly"
 
 
 def llama() -> dict[str, tuple[int, ...]]:
@@ -42,13 +43,13 @@ def shapes_of(text: str) -> dict[str, tuple[int, ...]]:
 
 def main(
     workers: Annotated[str, typer.Option(help="numbers of workers")] = "8,64,256",
-    topologies: Annotated[str, typer.Option(help="some of them")] = TOPOLOGIES,
+    topologies: Annotated[str, typer.Option(help="some of them")] = "Direct,Ring,Butterfly",
     trees: Annotated[str, typer.Option(help="leaf, llama, 50x1024x1024")] = "leaf,llama",
-    methods: Annotated[str, typer.Option(help="such as dynamiq:4, powersgd-memory")] = "dynamiq:5",
+    bits: Annotated[float, typer.Option(help="Wire bits per coordinate.")] = 5.0,
     platform: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
     compiled: Annotated[bool, typer.Option("--compile", help="and compile")] = False,
 ) -> None:
-    """Traces, lowers, compiles if told to, and prints a table. ``-memory`` is error feedback."""
+    """Traces, lowers, compiles if told to, and prints a table."""
     if compiled and platform != "cpu":
         raise typer.BadParameter("only programs for CPUs are compiled here", param_hint="--compile")
     counts = [int(text) for text in workers.split(",")]
@@ -60,13 +61,12 @@ def main(
 
     import dynamiq_jax as dq
     import pallas_kernels.backend
-    from dynamiq_jax.commands.bench import contenders
 
     if platform == "cuda":  # as if GPUs were there: which kernels are lowered follows from it
         mock.patch.object(pallas_kernels.backend, "_on_nvidia", lambda: True).start()
         mock.patch.object(jax, "default_backend", lambda: "gpu").start()
 
-    def row(tree: str, n: int, name: str, mean: Any) -> None:
+    def cells(tree: str, n: int, mean: Any) -> Iterator[str]:
         mesh = jax.sharding.Mesh(jax.devices()[:n], ("data",))
         split = jax.NamedSharding(mesh, jax.P("data"))
         args = {
@@ -75,7 +75,7 @@ def main(
         }
 
         def one(tree: Any) -> Any:
-            return mean(jax.tree.map(lambda x: x[0], tree))
+            return mean(jax.tree.map(lambda x: x[0], tree), "data")
 
         mapped = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=jax.P("data"), out_specs=jax.P()))
         times = [time.process_time()]
@@ -84,35 +84,24 @@ def main(
         lowered = traced.lower(lowering_platforms=(platform,))
         lines = lowered.as_text().count("\n")
         times.append(time.process_time())
-        cells = [tree, f"{n}", name, *(f"{b - a:.1f}" for a, b in pairwise(times)), f"{lines:,}"]
+        yield from (f"{after - before:.1f}" for before, after in pairwise(times))
+        yield f"{lines:,}"
         if compiled:
             memory = lowered.compile().memory_analysis()
-            cells += [f"{time.process_time() - times[-1]:.1f}"]
-            cells += [f"{memory.temp_size_in_bytes / 2**20:,.0f}"]
-        print(f"| {' | '.join(cells)} |", flush=True)
+            yield f"{time.process_time() - times[-1]:.1f}"
+            yield f"{memory.temp_size_in_bytes / 2**20:,.0f}"
 
+    means: dict[str, Any] = {"`lax.pmean`": jax.lax.pmean}
+    for name in topologies.split(","):
+        request = dq.Compression(dq.DynamiQ(bits=bits), topology=getattr(dq, name)())
+        means[f"`{name}`"] = partial(dq.pmean, method=request)
     head = HEAD + MORE if compiled else HEAD
     print(head, "|---" * (head.count("|") - 1) + "|", sep="\n")
-
-    def reduced(request: Any, n: int) -> Any:
-        def mean(tree: Any) -> Any:
-            state = request.init_state(tree, n) if request.method.needs_state else None
-            return dq.reduce(tree, "data", method=request, state=state).tree
-
-        return mean
-
     for tree in trees.split(","):
         for n in counts:
-            row(tree, n, "`lax.pmean`", lambda x: jax.lax.pmean(x, "data"))
-            for text in methods.split(","):
-                method = contenders.make_method(text.replace("-memory", ""))
-                method = dq.ErrorFeedback(method) if "-memory" in text else method
-                native = contenders.native_only(text)
-                for name in ["native"] if native else topologies.split(","):
-                    topology = None if native else getattr(dq, name)()
-                    request = dq.Compression(method, topology=topology)
-                    label = f"`{name}`" if text == "dynamiq:5" else f"{text} {name}"
-                    row(tree, n, label, reduced(request, n))
+            for name, mean in means.items():
+                row = " | ".join([tree, f"{n}", name, *cells(tree, n, mean)])
+                print(f"| {row} |", flush=True)
 
 
 if __name__ == "__main__":

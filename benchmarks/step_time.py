@@ -3,12 +3,13 @@ r"""Times training steps by the ways of `ways.py`: what a step computes, sends a
     python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
     NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3 --rate 200gbit
 
-One process with all GPUs, or several (``--processes``, ``--process-id``, ``--coordinator``, or the
-environment's NUM_HOSTS, HOST_ID, COORDINATOR); the first one prints. The model is that of
+One process with all GPUs, or several, which the environment's NUM_HOSTS, HOST_ID and COORDINATOR
+tell of each other; the first one prints. The model is that of
 `examples/llm_model.py` with the optimizer of `examples/train_llm.py`: bf16 matrix products, f32
 parameters (or masters) and moments, bf16 gradients, state donated, random tokens. The host waits
 for nobody within a sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
+``--profile`` keeps JAX's profile of each way, for xprof, and prints the largest kernels.
 
 ``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
 compression included, and less the work that shards save. *Wire* is counted in the compiled
@@ -17,19 +18,19 @@ are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's 
 see `llm_model.training_flops`.
 """
 
-import collections
 import dataclasses
 import gc
 import json
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Annotated, Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +40,7 @@ import timeline
 import typer
 import ways
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
@@ -50,6 +51,7 @@ from dynamiq_jax.request.ways import bytes_per_second
 from llm_model import (  # isort: skip  # pyright: ignore[reportMissingImports]
     CONFIGS,
     AttentionKernel,
+    Config,
     peak_flops,
     training_flops,
 )
@@ -57,6 +59,7 @@ from train_llm import (  # isort: skip  # pyright: ignore[reportMissingImports]
     MAX_NORM,
     MIN_LEAF_SIZE,
     RECIPES,
+    check_choice,
     make_optimizer,
 )
 
@@ -79,84 +82,100 @@ class Row:
     step_ms: float
     p10_ms: float
     p90_ms: float
-    exposed_ms: float | None
-    """Beyond the step that averages nothing; `None` without one."""
     mfu: float | None
     """`None` where the peak of the device is not known."""
     wire_bytes: float
     """That a worker sends in a step."""
-    link_share: float | None
-    """The share of the link's rate, where one was given."""
     temporary_bytes: int
     trace_s: float
     compile_s: float
     loss: float
+    exposed_ms: float | None = None
+    """Beyond the step that averages nothing, if that was timed."""
+    link_share: float | None = None
+    """The share of the link's rate, where one was given."""
     transfer_ms: float | None = None
     """While a transfer is under way, in one step on the first GPU; by ``--profile``."""
     hidden_ms: float | None = None
     """The part of them beside other kernels."""
 
 
-class Column(NamedTuple):
-    """A column of the table: its title, with the unit, and the text of a row's cell."""
-
-    title: str
-    cell: Callable[[Row], str]
-    width: int = 10
-
-
 COLUMNS = (
-    Column("way", lambda r: r.method, 30),
-    Column("step ms", lambda r: f"{r.step_ms:.2f}"),
-    Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}", 15),
-    Column("exposed ms", lambda r: "-" if r.exposed_ms is None else f"{r.exposed_ms:.2f}"),
-    Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-", 5),
-    Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}", 7),
-    Column("link", lambda r: f"{r.link_share:.0%}" if r.link_share is not None else "-", 4),
-    Column("temp GiB", lambda r: f"{r.temporary_bytes / 2**30:.2f}", 8),
-    Column("trace s", lambda r: f"{r.trace_s:.1f}", 7),
-    Column("compile s", lambda r: f"{r.compile_s:.1f}", 9),
-    Column("loss", lambda r: f"{r.loss:.3f}", 6),
-    Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}", 12),
+    tables.Column("way", lambda r: r.method),
+    tables.Column("step ms", lambda r: f"{r.step_ms:.2f}"),
+    tables.Column("p10-p90 ms", lambda r: f"{r.p10_ms:.2f}-{r.p90_ms:.2f}"),
+    tables.Column("exposed ms", lambda r: "-" if r.exposed_ms is None else f"{r.exposed_ms:.2f}"),
+    tables.Column("MFU", lambda r: f"{r.mfu:.1%}" if r.mfu else "-"),
+    tables.Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
+    tables.Column("link", lambda r: "-" if r.link_share is None else f"{r.link_share:.0%}"),
+    tables.Column("temp GiB", lambda r: f"{r.temporary_bytes / 2**30:.2f}"),
+    tables.Column("trace s", lambda r: f"{r.trace_s:.1f}"),
+    tables.Column("compile s", lambda r: f"{r.compile_s:.1f}"),
+    tables.Column("loss", lambda r: f"{r.loss:.3f}"),
+    tables.Column("hidden", lambda r: f"{r.hidden_ms:.1f} / {r.transfer_ms:.1f}"),
 )
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, bool | int | float | str]:
-    """XLA's options as it wants them, truths, numbers or text, from texts as ``name=true``.
-
-    Raises:
-      ValueError: a text has no ``=``.
-    """
-    found: dict[str, bool | int | float | str] = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals:
-            raise ValueError(f"option {text!r}: pass NAME=VALUE")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
+def line(texts: Sequence[str]) -> str:
+    """A row of the table; it is printed as soon as its way is timed."""
+    widths = 30, 10, 15, *[10] * len(texts)
+    return "  ".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=False))
 
 
 # --- What is timed --------------------------------------------------------------------------------
 
 
-def make_training(
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model and its training, which all ways share."""
+
+    model: str
+    config: Config
+    training: ways.Training
+    batch: int
+    """Sequences of every worker."""
+
+    @property
+    def tokens_per_worker(self) -> int:
+        """In a step."""
+        return self.batch * self.config.seq_len
+
+    def tokens(self, way: ways.Way) -> jax.ShapeDtypeStruct:
+        """Shape and sharding of all workers' tokens."""
+        shape = way.mesh.size * self.batch, self.config.seq_len + 1
+        own = NamedSharding(way.mesh, P(way.mesh.axis_names))
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=own)
+
+    def first_state(self, way: ways.Way) -> Any:
+        """A way's state with random parameters."""
+        return way.init(random_params(way.model.shapes, NamedSharding(way.mesh, P())))
+
+
+def make_run(
     model: str,
-    mesh: Mesh,
     *,
-    make_model: Callable[[bool], ways.Model],
-    limits: dict[str, Any],
-    topology: Any,
-) -> ways.Training:
-    """The training of a model by its recipe: AdamW, norms clipped, functions in bf16."""
-    optimizer = make_optimizer(RECIPES[model], optax.identity())
-    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0, **limits}
-    return ways.Training(
-        make_model=make_model, optimizer=optimizer, mesh=mesh, max_norm=MAX_NORM,
-        dtype=jnp.bfloat16, check_vma=False, limits=limits, topology=topology,
+    batch: int,
+    attention: str,
+    steps: int | None = None,
+    topology: str = "direct",
+    nodes: int = 1,
+    transport: str | None = None,
+) -> Run:
+    """A model by its recipe, of so many steps: AdamW, norms clipped, functions in bf16.
+
+    Raises:
+      ValueError: the topology is not known, or the devices are not so many equal nodes.
+    """
+    config = dataclasses.replace(CONFIGS[model], attention=attention)
+    recipe = RECIPES[model]._replace(steps=steps or RECIPES[model].steps)
+    limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
+    training = ways.Training(
+        make_model=partial(ways.llama, config), optimizer=make_optimizer(recipe, optax.identity()),
+        mesh=make_mesh(jax.devices(), nodes), max_norm=MAX_NORM, dtype=jnp.bfloat16,
+        check_vma=False, limits=limits | {"transport": transport},
+        topology=contenders.parse_topology(topology, nodes),
     )  # fmt: skip
+    return Run(model=model, config=config, training=training, batch=batch)
 
 
 @cache
@@ -212,47 +231,27 @@ def profiled(step: Callable, state: Any, tokens: Array) -> Any:
     return state
 
 
-def profile_step(step: Callable, state: Any, tokens: Array, file: Path) -> timeline.Overlap:
-    """Prints a step's kernels by time, and draws all; returns what of its transfers is hidden."""
+def profile_step(step: Callable, state: Any, tokens: Array, folder: Path) -> timeline.Overlap:
+    """Prints a step's kernels by time; returns what of its transfers is hidden."""
 
     def call() -> Any:
         nonlocal state
         state, loss = step(state, tokens)
         return loss, jax.tree.leaves(state)
 
-    spans = timeline.profile(call)
+    spans = timeline.profile(call, folder)
     found = timeline.overlap(spans)
     if jax.process_index() == 0:
-        times, counts = collections.Counter(), collections.Counter(s.name for s in spans)
+        times, counts = Counter(), Counter(span.name for span in spans)
         for span in spans:
             times[span.name] += span.end_us - span.start_us  # pyright: ignore[reportArgumentType]
-        busy, end = timeline.length(timeline.union(spans)), max(s.end_us for s in spans)
-        print(f"{file.stem}: {end / 1e3:.2f} ms, of which busy {busy / 1e3:.2f}; {found}")
+        print(f"{folder.name}: busy {timeline.busy_us(spans) / 1e3:.2f} ms; {found}")
         for name, us in times.most_common(25):
             print(f"  {us / 1e3:8.2f} ms {counts[name]:5} x {name}", flush=True)
-        timeline.draw(spans, file.stem, file)
-        timeline.write(spans, file.with_suffix(".csv"))
     return found
 
 
 # --- Command line ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """Settings that all rows share."""
-
-    model: str
-    training: ways.Training
-    config: Any
-    batch: int
-    samples: int
-    steps: int
-    """In a sample."""
-    rate: float | None
-    """The rate of a worker's link, in bytes per second."""
-    profiles: Path | None
-    xla: dict[str, Any]
 
 
 @dataclass
@@ -272,13 +271,6 @@ class Program:
         self.compile_s = time.perf_counter() - start
 
 
-def tokens_of(run: Run, mesh: Mesh) -> jax.ShapeDtypeStruct:
-    """Shape and sharding of all workers' tokens."""
-    rows, length = run.training.mesh.size * run.batch, run.config.seq_len
-    own = NamedSharding(mesh, P(mesh.axis_names))
-    return jax.ShapeDtypeStruct((rows, length + 1), jnp.int32, sharding=own)
-
-
 def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> dict[str, Program]:
     """The programs of all ways that compile, side by side.
 
@@ -291,7 +283,7 @@ def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> d
         start = time.perf_counter()
         try:
             way = ways.make_way(text, run.training)
-            lowered = ways.lower(way, way.like, tokens_of(run, way.mesh), run.xla)
+            lowered = ways.lower(way, way.like, run.tokens(way))
         except Exception as error:  # whatever a way raises: the others are worth their rows
             say(failure(text, error))
         else:
@@ -310,39 +302,35 @@ def compile_all(run: Run, texts: Sequence[str], say: Callable[[str], None]) -> d
     return programs
 
 
-def measure(run: Run, text: str, program: Program, alone_ms: float | None) -> Row:
+def measure(
+    run: Run, text: str, program: Program, samples: int, steps: int, profiles: Path | None = None
+) -> Row:
     """Draws parameters, trains, and times."""
     t, config, way, step = run.training, run.config, program.way, program.step
     with jax.set_mesh(way.mesh):
-        like = tokens_of(run, way.mesh)
+        like = run.tokens(way)
         draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, config.vocab_size)
         tokens = jax.jit(draw, out_shardings=like.sharding)()
-        params = random_params(way.model.shapes, NamedSharding(way.mesh, P()))
-        state = way.init(params)
-        del params
+        state = run.first_state(way)
         if jax.config.jax_enable_pgle:
-            step = ways.jitted(way, run.xla)
+            step = ways.jitted(way)
             state = profiled(step, state, tokens)
-        state, loss, times = time_steps(step, state, tokens, run.samples, run.steps)
+        state, loss, times = time_steps(step, state, tokens, samples, steps)
         hidden = None
-        if run.profiles:
-            title = f"{run.model}-{text}".replace(":", "-").replace("/", "-")
-            hidden = profile_step(step, state, tokens, run.profiles / f"{title}.png")
+        if profiles:
+            folder = profiles / f"{run.model}-{text}".replace(":", "-").replace("/", "-")
+            hidden = profile_step(step, state, tokens, folder)
     p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
-    alone_ms = median if text == NONE else alone_ms
-    per_worker = run.batch * (like.shape[1] - 1)
-    flops = training_flops(config, way.model.shapes, per_worker)
+    flops = training_flops(config, way.model.shapes, run.tokens_per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)
-    sent = ways.sent_bytes(program.step.as_text(), t.mesh.size)
     route = ways.parse(text, t).topology(t)
     return Row(
-        model=run.model, tokens=per_worker, method=text,
+        model=run.model, tokens=run.tokens_per_worker, method=text,
         topology=type(route).__name__.lower() if route else "native",
         transport=payloads_by(route, t.mesh.devices.shape),
         n_workers=t.mesh.size, step_ms=median, p10_ms=p10, p90_ms=p90,
-        exposed_ms=None if alone_ms is None else median - alone_ms,
         mfu=flops / (median / 1e3) / peak if peak else None,
-        wire_bytes=sent, link_share=1e3 * sent / run.rate / median if run.rate else None,
+        wire_bytes=ways.sent_bytes(program.step.as_text(), t.mesh.size),
         temporary_bytes=program.step.memory_analysis().temp_size_in_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
         transfer_ms=hidden and hidden.transfer_ms, hidden_ms=hidden and hidden.hidden_ms,
@@ -360,95 +348,74 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
     rate: Annotated[str | None, typer.Option(help="Of a worker's link, as 25gbit.")] = None,
-    bucket_mib: Annotated[
-        float | None, typer.Option(min=0.1, help="Of leaves that travel together, in MiB.")
-    ] = None,
     transport: Annotated[
         str | None, typer.Option(help="Of payloads: collectives, permutes, push.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of XLA, beside those of dq.jit.")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Of every way.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
-    processes: Annotated[
-        int, typer.Option(min=1, envvar="NUM_HOSTS", help="This runs in so many.")
-    ] = 1,
-    process_id: Annotated[
-        int, typer.Option(min=0, envvar="HOST_ID", help="Which of them this is.")
-    ] = 0,
-    coordinator: Annotated[
-        str, typer.Option(envvar="COORDINATOR", help="Of all processes.")
-    ] = "localhost:29400",
     profiles: Annotated[
-        Path | None, typer.Option("--profile", help="Folder for timelines of a step; GPUs only.")
+        Path | None,
+        typer.Option("--profile", help="Folder for JAX's profiles of a step; GPUs only."),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Rows are added here.")] = None,
 ) -> None:
     """Measures and prints."""
-    if model not in CONFIGS:
-        raise typer.BadParameter(f"--model {model!r}: pass one of {', '.join(CONFIGS)}")
-    if attention not in get_args(AttentionKernel):
-        raise typer.BadParameter(f"--attention {attention!r}: pass xla or cudnn")
-    if profiles and not profiles.is_dir():
-        raise typer.BadParameter(f"--profile {profiles}: there is no such folder; create it first")
+    check_choice(model, CONFIGS, "--model")
+    check_choice(attention, get_args(AttentionKernel), "--attention")
     kept = kept_runs(json_file)
-    if processes > 1:  # ahead of all that looks for devices
-        jax.distributed.initialize(coordinator, processes, process_id)
+    join_hosts()  # ahead of all that looks for devices
     if profiles and jax.default_backend() != "gpu":
         raise typer.BadParameter("--profile: kernels are seen on GPUs only; leave it out here")
-    texts = contenders.parts(chosen)
-    texts.sort(key=lambda text: text != NONE)
-    config = dataclasses.replace(CONFIGS[model], attention=attention)
-    xla: dict[str, Any] = {}
+    texts = sorted(contenders.parts(chosen), key=lambda text: text != NONE)
+    told = {"batch": batch, "attention": attention, "transport": transport}
     try:
-        xla = parse_options(option or ())
         per_second = bytes_per_second(rate) if rate else None
-        limits: dict[str, Any] = {"bucket_bytes": int(bucket_mib * 2**20)} if bucket_mib else {}
-        limits["transport"] = transport
-        training = make_training(
-            model, make_mesh(jax.devices(), nodes), make_model=partial(ways.llama, config),
-            limits=limits, topology=contenders.parse_topology(topology, nodes),
-        )  # fmt: skip
+        run = make_run(model, topology=topology, nodes=nodes, **told)
         for text in texts:
-            ways.parse(text, training)
+            ways.parse(text, run.training)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ways, --topology, --rate") from error
-    run = Run(
-        model=model, training=training, config=config,
-        batch=batch, samples=samples, steps=steps, rate=per_second, profiles=profiles, xla=xla,
-    )  # fmt: skip
     first, rows, alone_ms = jax.process_index() == 0, [], None
     say = Console(stderr=True).log if first else lambda text: None
     shown = [c for c in COLUMNS if profiles or c.title != "hidden"]
     if first:
-        tokens = batch * config.seq_len
         print(
-            f"{run.model}, {tokens:,} tokens per worker and step, {training.mesh.size} x "
-            f"{jax.devices()[0].device_kind}, {jax.process_count()} process(es), {topology}"
+            f"{run.model}, {run.tokens_per_worker:,} tokens per worker and step, "
+            f"{run.training.mesh.size} x {jax.devices()[0].device_kind}, "
+            f"{jax.process_count()} process(es), {topology}"
         )
-        print("  ".join(f"{c.title:>{c.width}}" for c in shown), flush=True)
+        print(line([c.title for c in shown]), flush=True)
     programs = compile_all(run, texts, say)
     for text in [*programs]:
         try:
-            row = measure(run, text, programs.pop(text), alone_ms)
+            row = measure(run, text, programs.pop(text), samples, steps, profiles)
         except Exception as error:  # such as memory that is not there: the others may fit
             say(failure(text, error))
             continue
         finally:
             gc.collect()  # the arrays of a way are gone before those of the next
         alone_ms = row.step_ms if text == NONE else alone_ms
+        row = dataclasses.replace(
+            row,
+            exposed_ms=None if alone_ms is None else row.step_ms - alone_ms,
+            link_share=1e3 * row.wire_bytes / per_second / row.step_ms if per_second else None,
+        )
         rows.append(row)
-        if not first:
-            continue
-        print("  ".join(f"{c.cell(row):>{c.width}}" for c in shown), flush=True)
-        if json_file:  # row by row: a command that is cut off leaves what it has
+        if first:
+            print(line([c.cell(row) for c in shown]), flush=True)
+        if json_file and first:  # row by row: a command that is cut off leaves what it has
             about = tables.surroundings(jax.devices())
-            options = {"model": run.model, "attention": attention, "bucket_mib": bucket_mib}
-            options |= {"xla": xla}
+            options = {"model": run.model, "attention": attention}
             found = {"about": about, "options": options, "rows": [*map(asdict, rows)]}
             json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
+
+
+def join_hosts() -> None:
+    """Waits for the other processes of which the environment tells, as that of `hosts.py` does."""
+    if "COORDINATOR" in os.environ:
+        numbers = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
+        jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
 
 
 def failure(text: str, error: Exception) -> str:

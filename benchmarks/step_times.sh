@@ -35,9 +35,10 @@ sockets() {
   export NCCL_NET=Socket NCCL_SOCKET_IFNAME=lo XLA_FLAGS=--xla_gpu_shard_autotuning=false
   for ((i = gpus - 1; i >= 0; i--)); do
     NCCL_HOSTID=node$((i * 2 / gpus)) CUDA_VISIBLE_DEVICES=$i \
+      NUM_HOSTS=$gpus HOST_ID=$i COORDINATOR=localhost:$port \
       run sockets --topology hierarchical --nodes 2 --samples 2 --steps 2 \
-      --ways none,bf16-psum,psum:mxfp8,psum:dynamiq:5,psum:dynamiq-dither:3.5 --processes "$gpus" --process-id "$i" \
-      --coordinator "localhost:$port" "$@" >"$out/step_time_sockets.$i.log" 2>&1 &
+      --ways none,bf16-psum,psum:mxfp8,psum:dynamiq:5,psum:dynamiq-dither:3.5 \
+      "$@" >"$out/step_time_sockets.$i.log" 2>&1 &
   done
   wait $! || { tail -20 "$out/step_time_sockets.0.log"; return 1; }  # process 0, started last
   wait

@@ -135,11 +135,11 @@ class Training:
 
     def request(self, text: str, dither: bool = False) -> dq.Compression:
         """The compression that a part of a way's name says."""
-        method, native = text, contenders.native_only(text)
+        method = text
         if bits := re.fullmatch(r"([\d.]+)(d?)", text):
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
         made = contenders.make_method(method)
-        native = native or isinstance(made, dq.BF16 | dq.F32)
+        native = contenders.native_only(method) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 
     def copies(self, params: Any) -> Any:
@@ -523,22 +523,21 @@ def make_way(text: str, training: Training) -> Way:
     return kind.build(training, checkpoint, *methods)
 
 
-def jitted(way: Way, xla: dict[str, Any] | None = None) -> Any:
-    """The step under `jax.jit`; it donates the state. ``xla`` are options beside `dq.jit`'s."""
-    options = way.options | (xla or {}) if way.options else {}
+def jitted(way: Way) -> Any:
+    """The step under `jax.jit`; it donates the state."""
 
     @wraps(way.step)
     def step(state: Any, tokens: Any) -> Any:
-        with compiled_by(options):
+        with compiled_by(way.options):
             return way.step(state, tokens)
 
-    return jax.jit(step, donate_argnums=0, compiler_options=options or None)
+    return jax.jit(step, donate_argnums=0, compiler_options=way.options or None)
 
 
-def lower(way: Way, state: Any, tokens: Any, xla: dict[str, Any] | None = None) -> Any:
-    """The program of a step, with options as for `jitted`."""
+def lower(way: Way, state: Any, tokens: Any) -> Any:
+    """The program of a step."""
     with jax.set_mesh(way.mesh):
-        return jitted(way, xla).lower(state, tokens)
+        return jitted(way).lower(state, tokens)
 
 
 # --- What a compiled step sends -------------------------------------------------------------------

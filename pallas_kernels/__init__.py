@@ -120,13 +120,7 @@ def decompress_accumulate_recompress(
 ) -> UInt[Array, "c P"]:
     """One hop: payloads of ``x - mean`` plus all inputs; the sums are never written to memory.
 
-    Args:
-      inputs: what arrived, each with tiles of its own.
-      source: this worker's gradient.
-      chunks: which chunks are encoded; the i-th uses ``payloads[:, i]`` of every input.
-      target: the new payloads.
-      fmt: the wire format.
-      backend: which implementation runs.
+    The i-th of ``chunks`` uses ``payloads[:, i]`` of every input.
 
     Raises:
       ValueError: an input of a format with dither has no ``noise``.
@@ -149,8 +143,8 @@ def decompress_accumulate(
 ) -> Float[Array, "rows S"]:
     """Sums at their owner: ``x - mean`` plus all inputs plus ``mean_sum``, over ``divisor``.
 
-    Super-group g of ``chunks`` goes to row ``g - start``, if the owner's slice has it; the other
-    arguments are those of `decompress_accumulate_recompress`.
+    Super-group g of ``chunks`` goes to row ``g - start``, if the owner's slice has it; inputs are
+    as for `decompress_accumulate_recompress`.
 
     Raises:
       ValueError: ``result`` has no ``start``, or an input of a format with dither no ``noise``.
@@ -177,14 +171,7 @@ def decompress(
 ) -> Float[Array, "rows S"]:
     """Finished sums: payload i decoded to chunk ``chunks[i]``, plus ``mean_sum``, over ``divisor``.
 
-    Args:
-      payloads: one per chunk.
-      tiles: offsets and widths of their records; see `pack_tiles`.
-      chunks: which chunks the payloads are of.
-      result: where the sums go, and what is added to them.
-      noise: the randomness that each payload was encoded with, for formats with dither.
-      fmt: the wire format.
-      backend: which implementation runs.
+    ``noise`` is the randomness that each payload was encoded with, for formats with dither.
 
     Raises:
       ValueError: ``result`` has a ``start``, or a format with dither no ``noise``.

@@ -17,11 +17,7 @@ MOST_WORKERS = 8
 
 
 def check_backend(backend: Backend | None) -> None:
-    """Checks that ``backend`` is known, not that it runs here.
-
-    Raises:
-      ValueError: it is not.
-    """
+    """Refuses a ``backend`` that is not known; one that is may not run here."""
     if backend == "pallas":
         raise ValueError(
             "backend='pallas' is called 'triton'; pass backend='triton', or None (the fastest "
@@ -63,11 +59,7 @@ def pushes(fmt: WireFormat, backend: Backend | None) -> bool:
 
 
 def check_push(names: tuple[str, ...]) -> None:
-    """Refuses push kernels over the axes ``names`` where they cannot run.
-
-    Raises:
-      NotImplementedError: the GPUs, JAX, the processes or the mesh are not such as they need.
-    """
+    """Refuses push kernels over the axes ``names`` where they cannot run."""
     mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     if not _on_nvidia():
@@ -92,9 +84,6 @@ def check_push(names: tuple[str, ...]) -> None:
 def _on_nvidia() -> bool:
     if jax.default_backend() not in ("gpu", "cuda"):
         return False
-    return "nvidia" in jax.devices()[0].device_kind.lower() or _cuda_platform()
-
-
-def _cuda_platform() -> bool:
-    version = getattr(jax.devices()[0].client, "platform_version", "")
-    return "cuda" in version.lower()
+    device = jax.devices()[0]
+    version = getattr(device.client, "platform_version", "")
+    return "nvidia" in device.device_kind.lower() or "cuda" in version.lower()

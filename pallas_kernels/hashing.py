@@ -116,9 +116,7 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
 def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:
     """The row under which coordinates 0, 1, ... have the noise of ``first``, ``first`` + 1, ...
 
-    Args:
-      row: one row of `slot_noise`.
-      first: a coordinate, int32 scalar, a multiple of four.
+    ``first`` is a coordinate, int32 scalar, a multiple of four.
     """
     quads = (first // 4).astype(jnp.uint32)
     a, shared_a = Noise._fields.index("seed_a"), Noise._fields.index("shared_a")
@@ -126,16 +124,13 @@ def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:
 
 
 def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
-    """The noise words of coordinates.
+    """The `uint32` noise words of coordinates.
 
     Args:
       quad_counter: `uint32`, super-group index * quads per super-group + quad in it.
       rotation: `uint32` 8 * (coordinate mod 4), broadcasting against ``quad_counter``.
       noise: the slot's description.
       rounding: the static scheme.
-
-    Returns:
-      `uint32` words of the broadcast shape.
     """
     word = quad_hash(quad_counter, noise.seed_a, noise.seed_b)
     if rounding == "antithetic":

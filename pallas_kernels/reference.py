@@ -1,10 +1,8 @@
 """The operations in plain jax.numpy: the reference of the GPU kernels and the CPU backend.
 
-Shapes: d coordinates in M = C * m super-groups of S coordinates; chunk c owns the super-groups
-``order[c]`` (m of them, T = m / TILE_ROWS tiles); payloads have P words. Super-groups beyond the
-end of ``x`` read as zeros and are not written. Tiles hold the coordinates of a super-group group
-after group. See `pallas_kernels.format` for the operands and the
-payload's layout, and `pallas_kernels.hashing` for ``noise`` rows.
+Super-groups beyond the end of ``x`` read as zeros and are not written. Tiles hold the coordinates
+of a super-group group after group. See `pallas_kernels` for shapes, `pallas_kernels.format` for the
+operands and the payload's layout, and `pallas_kernels.hashing` for ``noise`` rows.
 """
 
 import functools
@@ -127,10 +125,7 @@ def _rows(x: Array, super_group_size: int) -> Array:
 def statistics(
     x: Float[Array, " d"], *, super_group_size: int
 ) -> tuple[Float[Array, " rows"], Float[Array, " rows"]]:
-    """Mean and squared norm of each super-group, f32 (the last one padded with zeros).
-
-    The mean is finite exactly if all coordinates are; the squared norm may overflow to infinity.
-    """
+    """See `pallas_kernels.statistics`; a squared norm may overflow to infinity."""
     rows = _rows(x, super_group_size).astype(jnp.float32)
     mean = jnp.sum(rows * (1.0 / super_group_size), axis=1)
     return mean, jnp.sum(rows * rows, axis=1)
@@ -551,12 +546,3 @@ def _place(values, super_groups, result: Result, fmt: WireFormat) -> Array:
     shape = rows, fmt.super_group_size
     out = jnp.zeros(shape, result.dtype) if result.into is None else result.into
     return out.at[at].set(values.astype(result.dtype), mode="drop", unique_indices=True)
-
-
-__all__ = [
-    "compress",
-    "decompress",
-    "decompress_accumulate",
-    "decompress_accumulate_recompress",
-    "statistics",
-]

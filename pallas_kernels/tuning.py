@@ -1,6 +1,6 @@
 """Launch parameters of the kernels: a small table by GPU generation.
 
-Found by running ``dynamiq-jax bench kernels`` over the choices (figures: docs/performance.md).
+Found by running ``benchmarks/coding_kernels.py`` over the choices (figures: docs/performance.md).
 """
 
 from typing import NamedTuple

@@ -17,9 +17,7 @@ def of_batch(loss_fn, axes="data"):
     return lambda params, _, x: jax.grad(loss_fn)(Axis(axis_names(axes)).to_varying(params), x)
 
 
-def stepper(
-    optimizer, state, grads_of, mesh, *, axes="data", of_x=None, specs=WHOLE, check_vma=True
-):
+def stepper(optimizer, state, grads_of, mesh, *, axes="data", specs=WHOLE, check_vma=True):
     """jit of (params, opt_state, x) -> (params, opt_state) under a map."""
     splits = dq.optax.state_specs(state)
 
@@ -29,7 +27,7 @@ def stepper(
         with jax.numpy_dtype_promotion("standard"):
             return optax.apply_updates(params, updates), opt_state
 
-    maps = {"in_specs": (specs, splits, of_x or P(axes)), "out_specs": (specs, splits)}
+    maps = {"in_specs": (specs, splits, P(axes)), "out_specs": (specs, splits)}
     return jax.jit(jax.shard_map(step, mesh=mesh, check_vma=check_vma, **maps))
 
 

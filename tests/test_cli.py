@@ -345,7 +345,7 @@ class TestTiming:
         clock = iter([0.0, 1e-3, 0.0, 3e-3, 0.0, 2e-3])
         monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock))
         (result,) = timing.time_calls([lambda: None], repeats=3, iterations=10, warm_up=0)
-        assert result == pytest.approx((200.0, 120.0, 280.0))
+        assert (result.time_us, result.p10_us, result.p90_us) == pytest.approx((200, 120, 280))
 
     @pytest.mark.parametrize("count", ["repeats", "iterations", "in_flight"])
     def test_counts_below_one_are_refused(self, count):

@@ -93,23 +93,6 @@ def test_steps_are_those_of_nnx(kind, wrt):
     assert moved == (wrt is nnx.Param)
 
 
-@pytest.mark.parametrize("wrt", [nnx.Param, nnx.LoRAParam], ids=["all", "LoRA"])
-def test_steps_in_a_map_are_those_of_nnx(wrt):
-    """`dq.pmean` takes gradients, which are states of the module, in `nnx.shard_map`."""
-
-    def in_a_map(loss_fn, **options):
-        def run(model, scale, batch):
-            (loss, aux), grads = nnx.value_and_grad(loss_fn, **options)(model, scale, batch)
-            grads = dq.pmean(grads, "data", method=small(dq.F32()))
-            return (jax.lax.pmean(loss, "data"), aux), grads
-
-        maps = {"in_specs": (P(), P(), P("data")), "out_specs": ((P(), P("data")), P())}
-        mapped = nnx.shard_map(run, mesh=auto_mesh(), check_vma=False, **maps)
-        return lambda model, scale, batch: mapped(model, scale, batch)
-
-    assert_close(trained("auto", in_a_map, wrt, axis_name="data"), plain(wrt))
-
-
 def test_paths_of_states_exclude_norms():
     asked = []
 

@@ -10,17 +10,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, assert_replicas_equal, daily, first_state, gradient, stepper
+from cases import (
+    EVERY_METHOD,
+    LOOP,
+    METHODS,
+    Row,
+    assert_replicas_equal,
+    daily,
+    first_state,
+    gradient,
+    stepper,
+)
 
 from dynamiq_jax.methods.metrics import vnmse
 
 N, SIZE = 4, 4 * 8 * 256 - 77
 """The last block is not full, whatever its size."""
-CASES = [(name, route) for name, row in EVERY_METHOD.items() for route in row.routes]
+ROWS = EVERY_METHOD | {
+    f"format {name}": Row(METHODS[name], {"ring": LOOP}, 256, 0.1)
+    for name in ("mean", "geometric", "bf16_scales", "all_widths")
+}
+CASES = [(name, route) for name, row in ROWS.items() for route in row.routes]
 KEY = jax.random.key(1)
 MAX = np.finfo(np.float32).max
 
-KINDS = ("dynamiq, no plan", "dynamiq, no plan, memory")
+KINDS = ("dynamiq", "dynamiq, dither", "dynamiq, no plan", "dynamiq, no plan, memory")
 KINDS += ("mxfp8", "minmax", "thc", "omnireduce", "powersgd", "marsit", "bf16")
 DAILY = [(name, next(iter(EVERY_METHOD[name].routes))) for name in KINDS]
 cases = pytest.mark.parametrize(("name", "route"), daily(CASES, DAILY))
@@ -29,7 +43,7 @@ cases = pytest.mark.parametrize(("name", "route"), daily(CASES, DAILY))
 @functools.cache
 def runner(name, route):
     """A stepper of this file's own, so that it has one program whatever other files ran."""
-    row = EVERY_METHOD[name]
+    row = ROWS[name]
     return stepper.__wrapped__(row.method, row.routes[route])
 
 
@@ -37,7 +51,7 @@ class Steps:
     """A method over one topology, step by step."""
 
     def __init__(self, name, route):
-        self.row, self.run = EVERY_METHOD[name], runner(name, route)
+        self.row, self.run = ROWS[name], runner(name, route)
         self.topology = self.row.routes[route]
         self.shape = (N, SIZE) if self.row.columns is None else (N, -1, self.row.columns)
         like = jnp.zeros((N, SIZE)).reshape(self.shape)
@@ -133,20 +147,25 @@ def extremes():
         "smallest normal": np.finfo(np.float32).tiny * sign,
         "subnormal": np.float32(1e-42) * sign * worker,
         "one large value": outlier,
+        "zeros in part": np.where(np.arange(SIZE) // 1024 % 3 == 1, 0, normal),
         "wide": normal * np.exp2(np.random.default_rng(1).integers(-120, 120, SIZE)),
     }
 
 
 @cases
 def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
+    """Nothing errs by more than the largest value of its block, twice for every encoding."""
     steps = Steps(name, route)
-    fresh = steps.state
+    fresh, starts = steps.state, np.arange(0, SIZE, steps.row.reach)
     for kind, x in extremes().items():
-        if kind == "largest of all" and name == "bf16":
-            continue  # the nearest that it has is 2^128
+        if kind == "largest of all" and name in ("bf16", "format mean"):
+            continue  # the nearest that bf16 has, in which means travel, too, is 2^128
         steps.state = fresh
         found = steps(x)
         assert np.all(np.isfinite(found)), kind
+        most = total(np.maximum.reduceat(np.abs(x), starts, axis=1))
+        bound = 2 * N * most + np.where(most > 0, 1e-37, 0)  # where all are zero, all stay so
+        assert np.all(np.abs(found - total(x)) <= np.repeat(bound, steps.row.reach)[:SIZE]), kind
         assert np.all(np.isfinite(steps(x))), kind  # with what memory adds to it
         lone = name[:3] not in ("clt", "per")  # which one worker's values may not reach
         if kind == "one large value" and lone and steps.row.error < 1:  # one bit has no room

@@ -23,11 +23,9 @@ from cases import (
     problem,
     promoting,
     small,
-    wire_bits,
 )
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from test_wire_bytes import moved_bits
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -123,39 +121,8 @@ def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
 MX = dq.optax.all_reduce("data", method=as_compression(small(dq.comparators.MXFP8()), dq.Direct()))
 
 
-def test_a_chain_sends_what_reduce_does():
-    """Nor does a branch of the program send anything."""
-    params, batches = problem(1)
-    state, step = started(optax.chain(MX, ADAM), auto_mesh())
-    hlo = step.lower(params, state, batches[0]).compile().as_text()
-    once = wire_bits(small(dq.comparators.MXFP8()), dq.Direct())(params, N)
-    assert sum(moved_bits(hlo, Counter(), N).values()) == N * once
-
-
 def every(steps, inner):
     return promoting(optax.MultiSteps(inner, steps).gradient_transformation())
-
-
-def of_window(params, _, window):
-    """The mean of gradients of batches, which are added up in a scan."""
-    local = jax.lax.pcast(params, "data", to="varying")
-
-    def add(total, x):
-        return jax.tree.map(jnp.add, total, jax.grad(loss_fn)(local, x)), None
-
-    total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, local), window)
-    return jax.tree.map(lambda g: g / len(window), total)
-
-
-def test_windows_in_a_scan_are_those_of_optax_and_reduce_once():
-    optimizer, (params, batches) = optax.chain(REDUCED, SGD), problem(6)
-    state = dq.optax.init(optimizer, params, auto_mesh())
-    of_x = P(None, "data")
-    step = optax_steps.stepper(optimizer, state, of_window, auto_mesh(), of_x=of_x)
-    for window in (batches[:3], batches[3:]):
-        params, state = step(params, state, window)
-    assert_close(params, plain(every(3, SGD), 6))
-    assert int(state[0].step) == 2
 
 
 def test_multi_steps_of_optax_go_after_the_reduction_and_are_refused_around_it():
@@ -181,12 +148,6 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
     params, (_, state) = train(optimizer, 3, change=poison(1))
     assert (int(state.notfinite_count), int(state.total_notfinite)) == (0, 1)
     assert not np.array_equal(params["in"], before["in"])
-
-
-def test_the_wrong_order_does_not_compile():
-    """There every worker would decide by its own gradient whether to take part."""
-    with pytest.raises(TypeError, match="cond"):
-        train(careful(optax.chain(MX, ADAM)), 1)
 
 
 def stateful(method=SCALED):

@@ -1,4 +1,4 @@
-"""`psum` of pytrees: dtypes, shapes and structures come back, small things are summed exactly."""
+"""`psum` of any pytree: structure, shapes and dtypes; `test_every_method` has the sums."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, TWO_WIDTHS, assert_replicas_equal, assert_same_bits, daily, vmapped
+from cases import EVERY_METHOD, TWO_WIDTHS, assert_same_bits, daily, vmapped
 from hypothesis import strategies as st
 from jax import lax
 
@@ -18,49 +18,7 @@ from dynamiq_jax.tree.leaves import joined
 
 COMPRESSED = ("float32", "bfloat16", "float16")
 EXACT = ("int32", "bool", "complex64", "uint8")
-ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 WIDE = dq.Compression(dq.DynamiQ(widths=(8,), bits=32), min_leaf_size=32, min_bucket_size=64)
-"""Width 8 for everything that is not tiny: errors have a bound that any coordinate must keep."""
-
-
-def array(rng, n, shape, dtype):
-    """Distinct values on each worker, of any of the dtypes above."""
-    shape = (n, *shape)
-    if dtype == "bool":
-        return jnp.asarray(rng.random(shape) < 0.5)
-    if dtype in ("int32", "uint8"):
-        return jnp.asarray(rng.integers(0, 100, shape), dtype)
-    x = rng.standard_normal(shape)
-    return jnp.asarray(x + 1j * rng.standard_normal(shape) if dtype == "complex64" else x, dtype)
-
-
-@functools.cache
-def exact_sum():
-    return jax.jit(jax.vmap(lambda tree: lax.psum(tree, "data"), axis_name="data"))
-
-
-def check(tree, result, n, method):
-    """Every leaf is summed as its route promises, and comes back in its own dtype and shape."""
-    assert_replicas_equal(result)
-    native = exact_sum()(tree)
-    assert jax.tree.structure(result) == jax.tree.structure(native)
-    worker = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    rows = dq.explain(worker, n, method=method, verbose=False).rows
-    leaves = zip(*map(jax.tree.leaves, (tree, result, native)), rows, strict=True)
-    for own, found, expected, row in leaves:
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape
-        if row.route != "compressed":
-            assert_same_bits(np.asarray(found), np.asarray(expected))
-            continue
-        assert found.dtype == own.dtype
-        # n encodings err by one step each, 2/150 of the largest partial sum of N(0, 1) values,
-        # below 5.5 n; then the sum is cast.
-        own = np.asarray(own, np.float64)
-        error = np.abs(np.asarray(found, np.float64) - own.sum(axis=0))
-        cast = ROUND_OFF[found.dtype.name] * (np.abs(own.sum(axis=0)) + n)
-        assert np.all(error <= n * 2 / 150 * 5.5 * n * 1.01 + cast)
-        assert np.any(error > 0)
 
 
 shapes = st.lists(st.integers(0, 40), max_size=3).map(tuple)
@@ -102,22 +60,6 @@ def test_any_tree_keeps_structure_shapes_and_dtypes(spec, dtype, n, mean):
     ]
 
 
-@hypothesis.given(trees, st.sampled_from(COMPRESSED), st.integers(0, 2**31))
-@hypothesis.settings(
-    deadline=None,
-    max_examples=3,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(hypothesis.HealthCheck),
-)
-def test_any_tree_is_summed(spec, dtype, seed):
-    n = 2
-    rng = np.random.default_rng(seed)
-    spec = {"tree": spec, "large": ((13, 31), dtype)}
-    tree = jax.tree.map(lambda leaf: array(rng, n, *leaf), spec, is_leaf=is_leaf)
-    check(tree, vmapped(WIDE)(tree, None), n, WIDE)
-
-
 ROUNDED = [(TWO_WIDTHS, None, 0.2), (TWO_WIDTHS, jax.random.key(0), 0.2)]
 ROUNDED += [(EVERY_METHOD[name].method, None, 0.05) for name in ("minmax", "mxfp6", "qsgd")]
 
@@ -127,7 +69,7 @@ def test_a_bucket_does_not_depend_on_others_and_equal_ones_are_rounded_different
     method, key, least
 ):
     method = dataclasses.replace(method, bucket_bytes=0)
-    x = array(np.random.default_rng(1), 2, (700,), "float32")
+    x = jax.random.normal(jax.random.key(1), (2, 700))
     run = vmapped(method, dq.Direct())
     both, alone = run({"a": x, "b": x}, key), run({"b": x}, key)
     assert_same_bits(np.asarray(alone["b"]), np.asarray(both["b"]))

@@ -133,12 +133,6 @@ def shifts(n):
     return (Rounds(n - 1, step, looped=True),)
 
 
-def hasty(n):
-    """The hops of a ring in the wrong order."""
-    (hops,) = dq.Ring().schedule(n)
-    return (hops._replace(step=lambda t: hops.step(n - 2 - t), looped=False),)
-
-
 def to_itself(n):
     """A worker sends its first chunk to itself, before it sends it on."""
     first = TwoArms().schedule(n)
@@ -161,7 +155,6 @@ def doubled(n):
         ("encodes other chunks; pass Rounds", shifts),
         ("the owner of chunk 0 gets 3 of 5 gradients", lambda n: TwoArms().schedule(n)[:1]),
         ("one that it has sent before", lambda n: TwoArms().schedule(n)[:1] * 2),
-        ("of 5 gradients", hasty),
         ("encodes chunk 2 for worker 0", to_itself),
         ("of 5 gradients; its", doubled),
     ],

@@ -18,9 +18,7 @@ the way's name, two lists with an entry for each step, and seconds to the target
 the way does not get there.
 """
 
-import dataclasses
 import json
-import os
 import sys
 import time
 from functools import partial
@@ -29,50 +27,47 @@ from typing import Annotated, Any
 
 import jax
 import numpy as np
-import optax
 import typer
 from jax import Array
 from jax.experimental.multihost_utils import sync_global_devices
 
 from dynamiq_jax.commands.bench import contenders, tables
-from dynamiq_jax.commands.bench.all_reduce import make_mesh
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import step_time
-import ways
 from llm_data import Corpus, load_corpus, train_batch
 
 WINDOW, TOLERANCE = 25, 0.5
 WAYS = "bf16-psum,dp:5,zero-pipeline:5/2.5"
 
 
-def train(run: step_time.Run, program: step_time.Program, corpus: Corpus) -> dict[str, list[float]]:
+def train(
+    run: step_time.Run, program: step_time.Program, corpus: Corpus, steps: int
+) -> dict[str, list[float]]:
     """Seconds and losses of all steps of one way."""
-    way, like = program.way, step_time.tokens_of(run, program.way.mesh)
+    way, like = program.way, run.tokens(program.way)
 
     def batch(number: int) -> Array:
         rows, length = like.shape
         tokens = train_batch(corpus, number, rows=rows, length=length, seed=0)
         return jax.make_array_from_callback(like.shape, like.sharding, lambda index: tokens[index])
 
-    def start() -> Any:
-        params = step_time.random_params(way.model.shapes, jax.NamedSharding(way.mesh, jax.P()))
-        return way.init(params)
-
     ahead = jax.default_backend() != "cpu"  # virtual devices have too few threads for two steps
     seconds, losses, waiting = [], [], []
     with jax.set_mesh(way.mesh):
-        jax.block_until_ready(program.step(start(), batch(0)))  # the first call sets up links
-        state, tokens = start(), batch(0)
+        jax.block_until_ready(
+            program.step(run.first_state(way), batch(0))
+        )  # the first call sets up links
+        state, tokens = run.first_state(way), batch(0)
         jax.block_until_ready((state, tokens))
         sync_global_devices("start")
         began = time.perf_counter()
-        for number in range(1, run.steps + 1):
+        for number in range(1, steps + 1):
             state, loss = program.step(state, tokens)
             waiting.append(loss)
             tokens = batch(number)
-            while len(waiting) > (ahead and number < run.steps):
+            while len(waiting) > (ahead and number < steps):
                 losses.append(round(float(waiting.pop(0)), 4))
                 seconds.append(round(time.perf_counter() - began, 3))
     return {"seconds": seconds, "losses": losses}
@@ -89,31 +84,21 @@ def main(
 ) -> None:
     """Trains and prints."""
     kept, texts = step_time.kept_runs(json_file), contenders.parts(chosen)
-    if "COORDINATOR" in os.environ:  # ahead of all that looks for devices
-        numbers = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
-        jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
+    step_time.join_hosts()  # ahead of all that looks for devices
     first = jax.process_index() == 0
     say = partial(print, flush=True) if first else lambda text: None
-    told = {"model": model, "batch": batch, "steps": steps}
-    config = dataclasses.replace(step_time.CONFIGS[model], attention=attention)
-    recipe = step_time.RECIPES[model]._replace(steps=steps)
-    mesh, topology = make_mesh(jax.devices(), 1), contenders.parse_topology("direct")
-    shared = {"make_model": partial(ways.llama, config), "limits": {}, "topology": topology}
-    training = step_time.make_training(model, mesh, **shared)
-    optimizer = step_time.make_optimizer(recipe, optax.identity())
-    training = dataclasses.replace(training, optimizer=optimizer)
-    unused = {"samples": 1, "rate": None, "profiles": None, "xla": {}}
-    run = step_time.Run(training=training, config=config, **told, **unused)
-    corpus = load_corpus(config.vocab_size)
+    told = {"model": model, "batch": batch, "steps": steps, "attention": attention}
+    run = step_time.make_run(**told)
+    corpus = load_corpus(run.config.vocab_size)
     programs = step_time.compile_all(run, texts, say)
     if texts[0] not in programs:
         raise SystemExit(f"{texts[0]} sets the target, and did not compile")
-    title = f"{model}, {steps} steps of {batch * config.seq_len:,} tokens per worker, "
-    title += f"{mesh.size} x {jax.devices()[0].device_kind}, {links}"
-    options = told | {"attention": attention, "title": title, "window": WINDOW, "target": None}
+    title = f"{model}, {steps} steps of {run.tokens_per_worker:,} tokens per worker, "
+    title += f"{jax.device_count()} x {jax.devices()[0].device_kind}, {links}"
+    options = told | {"title": title, "window": WINDOW, "target": None}
     found = {"about": tables.surroundings(jax.devices()), "options": options, "rows": []}
     for text, program in programs.items():
-        row: dict[str, Any] = {"method": text} | train(run, program, corpus)
+        row: dict[str, Any] = {"method": text} | train(run, program, corpus, steps)
         means = np.convolve(row["losses"], np.full(WINDOW, 1 / WINDOW), "valid")
         options["target"] = options["target"] or round(means[-1] * (1 + TOLERANCE / 100), 4)
         reached = np.flatnonzero(means <= options["target"])

@@ -27,7 +27,6 @@ from training import BF16, CURVE_WINDOW
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGE = DOCS / "comparison.md"
 TRANSPORTS = "comparison_transports.json"
 Row = Mapping[str, Any]
 
@@ -252,29 +251,14 @@ def time_text(method: str) -> str:
     return " / ".join(f"{psum / us:.2f}" if us else "–" for psum, us in timed)
 
 
-def settings_text(chosen: Losses, rows: Sequence[Row]) -> str:
-    """The commands, hardware and versions of a table."""
-    settings = rows[0]["settings"]
-    runs = load(chosen.file)["invocations"]
-    machines = {f"{run['device']}; {run['versions']}" for run in runs}
+def table(name: str) -> str:
+    """A table of losses."""
+    chosen = LOSSES[name]
+    timed = name == "large"
+    rows = loss_rows(chosen)
+    machines = {(run["device"], run["versions"]) for run in load(chosen.file)["invocations"]}
     if len(machines) != 1:
         raise ValueError(f"{chosen}: rows of several machines in one table: {machines}")
-    options = f"--models {chosen.model} --inits unit --topologies direct --steps {chosen.steps}"
-    (machine,) = machines
-    machine = machine.replace("; ", ", ").replace("cpu, ", "CPU, ").replace(" jax ", " JAX ")
-    return (
-        f"    python benchmarks/evidence/training.py {options} \\\n"
-        f"        --seeds {settings['seeds']} --methods NAME\n\n"
-        f"{settings['seeds']} seeds, {settings['workers']} workers; {machine}; all rows, in\n"
-        f"`benchmarks/evidence/results`: `{chosen.file}`."
-    )
-
-
-def table(name: str) -> str:
-    """A table of losses, under its command."""
-    chosen = LOSSES[name]
-    rows = loss_rows(chosen)
-    timed = name == "large"
     lines = [["method, name", "wire bits", "vNMSE", "loss, difference in %"]]
     lines[0] += ["speed-up"] * timed
     for number in sorted({group(row) for row in rows}):
@@ -284,7 +268,7 @@ def table(name: str) -> str:
             cells = [titled(method), f"{row['bits_per_coord']:.2f}"]
             cells += [error_text(method), loss_text(row)] + [time_text(method)] * timed
             lines.append(cells)
-    return settings_text(chosen, rows) + "\n\n" + markdown(lines)
+    return markdown(lines)
 
 
 # --- Time to bf16's loss --------------------------------------------------------------------------
@@ -393,22 +377,11 @@ def clock() -> Figure:
     return figure
 
 
-# --- Errors and transports ------------------------------------------------------------------------
-
-
-def error_origin() -> str:
-    """The command, hardware and versions of the errors."""
-    found = load("comparison_error.json")
-    row, about = found["rows"][0], found["about"]
-    machine = f"{about['device_kind'].replace('cpu', 'CPU')}, JAX {about['jax']}"
-    return (
-        "    dynamiq-jax error --topology direct --methods NAME\n\n"
-        f"{row['n_workers']} workers, mean of {row['seeds']} seeds; {machine}."
-    )
+# --- Transports -----------------------------------------------------------------------------------
 
 
 def transport_table() -> str:
-    """All-reduces of all methods over several transports, over bf16 psum, and their command."""
+    """All-reduces of all methods over several transports, over bf16 psum."""
     runs = load(TRANSPORTS)["runs"]
     sizes = [f"{run['rows'][0]['size_bytes'] >> 20} MiB" for run in runs]
     found = [by_method(run) for run in runs]
@@ -419,23 +392,10 @@ def transport_table() -> str:
     lines.append((f"bf16 psum, `{BF16}`", *times))
     for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
         lines.append((titled(name), *(f"{rows[name]['speedup']:.2f}" for rows in found)))
-    about = runs[0]["about"]
-    machine = f"{about['n_devices']} × {about['device_kind']}, NVLink multicast off"
-    return (
-        f"    {runs[0]['command'].partition('--methods')[0]}--methods NAME --sizes 256MiB\n\n"
-        f"{machine}, JAX {about['jax']}; all rows and commands:\n"
-        f"`benchmarks/evidence/results/{TRANSPORTS}`.\n\n" + markdown(lines)
-    )
+    return markdown(lines)
 
 
-def blocks() -> dict[str, str]:
-    """The texts between the page's markers, by the block's name."""
-    about = load("comparison_times.json")
-    times = f"{about['hardware']}, {about['versions']}."
-    return {name: table(name) for name in LOSSES} | {
-        "errors": error_origin(), "times": times,
-        "transports": transport_table(),
-    }  # fmt: skip
+# --- Pages ----------------------------------------------------------------------------------------
 
 
 def filled(page: str, texts: Mapping[str, str]) -> str:
@@ -454,7 +414,8 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
 def texts() -> dict[Path, str]:
     """The pages, as they should be."""
     found = {
-        PAGE: blocks(),
+        DOCS / "comparison.md": {name: table(name) for name in LOSSES}
+        | {"transports": transport_table()},
         DOCS / "multihost.md": {
             "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
         },

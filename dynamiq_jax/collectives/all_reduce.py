@@ -37,10 +37,10 @@ def psum(
     all. The derivative is that of `jax.lax.psum`.
 
     A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` a
-    value that does not vary over the axis) is never compressed. Its mean is itself. Its sum is n
-    times itself. Large leaves of that kind are mostly gradients that JAX has summed already: `psum`
-    refuses them, and `pmean` warns. A warning also names large leaves that are not compressed
-    because of a limit (``min_bucket_size``, ``min_bucket_bytes``) that the caller did not set.
+    value that does not vary over the axis) is never compressed. Large leaves of that kind are
+    mostly gradients that JAX has summed already: `psum` refuses them, and `pmean` warns. A warning
+    also names large leaves that are not compressed because of a limit (``min_bucket_size``,
+    ``min_bucket_bytes``) that the caller did not set.
 
     Outside of maps it sums the gradients that `value_and_grad` returns with ``reduce=False``. On a
     mesh of Explicit axes these are leaves that JAX's types call unreduced over the data axes; other

@@ -17,14 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.collectives.halves import (
-    Cut,
-    begin,
-    check_axis_of,
-    group_parts,
-    pieces,
-    put_together,
-)
+from dynamiq_jax.collectives import halves
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
@@ -63,8 +56,7 @@ def all_to_all(
     """Sends block i of every leaf to worker i, quantised, and so do the cotangents on their way.
 
     The arguments, the shapes and the derivative are those of `jax.lax.all_to_all`. The result is
-    what it returns plus unbiased noise. The backward pass is the all-to-all of the cotangents back
-    to the senders, quantised by ``backward``. Forward mode (`jax.jvp`) is refused by JAX, as of any
+    what it returns plus unbiased noise. Forward mode (`jax.jvp`) is refused by JAX, as of any
     `jax.custom_vjp`.
 
     `DynamiQ` encodes every coordinate at the widest width that ``bits`` hold with their metadata:
@@ -80,8 +72,7 @@ def all_to_all(
         those that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
         blocks of a multiple of 256 coordinates nothing is copied ahead of the encoding.
       axis_name: the mapped axis; a tuple counts as one axis.
-      split_axis: the dimension of every leaf that is cut into blocks; negative ones count from the
-        last.
+      split_axis: the dimension of every leaf that is cut into blocks.
       concat_axis: the dimension of the result along which received blocks are put together.
       axis_index_groups: as for `psum_scatter`.
       tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and
@@ -105,18 +96,18 @@ def all_to_all(
     request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
-    sizes, leaves, fixed = begin("all_to_all", axis, x, request, key, told)
+    sizes, leaves, fixed = halves.begin("all_to_all", axis, x, request, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
-    cut = Cut(split_axis, tiled, n)
+    cut = halves.Cut(split_axis, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
-        check_axis_of(leaf, "concat_axis", concat_axis)
+        halves.check_axis_of(leaf, "concat_axis", concat_axis)
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
     check = lambda route: _check_serves(route.method, n)
-    grouping = group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
+    grouping = halves.group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
     check_whole(grouping, axis)
     options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
     values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)
@@ -131,7 +122,7 @@ def _exchange_leaves(
     grouping: Grouping,
     axis: Axis,
     backward: Method | None,
-    cut: Cut,
+    cut: halves.Cut,
     concat_axis: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
@@ -147,10 +138,10 @@ def _exchange_leaves(
             forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
             seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
-        found = pieces(blocks, [part.shape[1] for part in parts])
+        found = halves.pieces(blocks, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, found, strict=True):
             own = from_flat(own, cut.of(leaf))  # blocks of all workers
-            values[leaf.index] = put_together(own, concat_axis, tiled=cut.tiled)
+            values[leaf.index] = halves.put_together(own, concat_axis, tiled=cut.tiled)
     return values
 
 
@@ -245,10 +236,8 @@ def _exchange_plain(
 
 
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format of one width: the widest that the method's bits hold for all.
-
-    One worker sends nothing, and gets the format of two.
-    """
+    """The wire format of one width: the widest that the method's bits hold for all workers."""
+    # One worker sends nothing, and gets the format of two.
     found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")
 

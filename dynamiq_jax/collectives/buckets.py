@@ -37,10 +37,7 @@ def weighted(
     weight: Array | float,
     axis: Axis,
 ) -> list[Array]:
-    """Scales the leaves so that their plain mean is the weighted one.
-
-    Leaves that all workers hold alike are their own mean.
-    """
+    """Scales leaves that differ between workers so that their plain mean is the weighted one."""
     if op != "mean":
         raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
     if jnp.shape(weight) != ():

@@ -87,9 +87,8 @@ NOTABLE, LARGE = 4096, 65536
 def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
     """Warns of large leaves that are not compressed, where the caller may not expect that.
 
-    They are equal on all workers, or padding or a limit keeps them from being compressed. The
-    latter hold more than a tenth of what could be compressed; nothing is said of limits that the
-    caller set (``limited``).
+    They are equal on all workers, or padding or a limit that the caller did not set (``limited``)
+    keeps more than a tenth of what could be compressed from it.
     """
     n = axis.size
     equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]

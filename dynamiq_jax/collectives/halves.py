@@ -52,18 +52,17 @@ def psum_scatter(
 ) -> Tree:
     """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
 
-    This is the reduce-scatter half of `psum`, with the semantics of `jax.lax.psum_scatter`. The sum
-    of a slice is decoded by its owner and not encoded again. Widths are chosen for every slice
-    apart, each at ``method.bits`` bits per coordinate, the statistics of the whole included. The
-    derivative is that of `jax.lax.psum_scatter`.
+    This is the reduce-scatter half of `psum`, with the semantics and the derivative of
+    `jax.lax.psum_scatter`. The sum of a slice is decoded by its owner and not encoded again. Widths
+    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics of
+    the whole included.
 
     Args:
       x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
         along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
         that is not the last one cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
-        last.
+      scatter_dimension: the dimension of every leaf that is sliced.
       tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
         it is n and is removed.
       method: as for `psum`.
@@ -231,13 +230,10 @@ def all_gather(
 ) -> Tree:
     """Gathers every worker's leaves, quantised: all workers end with the same bits.
 
-    The semantics are those of `jax.lax.all_gather`, and the result is its result with unbiased
-    noise: every worker encodes its shard once, at ``method.bits`` bits per coordinate with widths
-    from that shard's own statistics. The derivative is that of `jax.lax.all_gather`: cotangents are
-    summed exactly, in their dtype.
-
-    Parameters, unlike gradients, are of even energy: widths close to ``bits`` serve them best, as
-    ``DynamiQ(bits=8)``.
+    The semantics and the derivative are those of `jax.lax.all_gather`: cotangents are summed
+    exactly, in their dtype. The result is its result with unbiased noise: every worker encodes its
+    shard once, at ``method.bits`` bits per coordinate with widths from that shard's own statistics.
+    Parameters, unlike gradients, are of even energy: ``DynamiQ(bits=8)`` serves them well.
 
     Args:
       x: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
@@ -364,8 +360,7 @@ def group_parts(
     """Buckets of the leaves that are not fixed; those travel exactly.
 
     On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
-    limits are for whole leaves, so many times as large. ``bits_of`` tells the wire bits per
-    coordinate, of which bf16 takes 16. ``check`` refuses methods that cannot serve.
+    limits are for leaves so many times as large. ``check`` refuses methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:

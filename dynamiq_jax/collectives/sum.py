@@ -237,10 +237,7 @@ class Sum:
     # --- What one device holds --------------------------------------------------------------------
 
     def scatter(self, terms: Any, key: Array | None) -> Any:
-        """Sums terms of whole leaves; every device gets its shards of the sums.
-
-        Leaves that are split alike and have the same method are reduced together.
-        """
+        """Sums terms of whole leaves, by `_kinds`; every device gets its shards of the sums."""
         found, treedef = _named(terms)
         axes, words = self.axis.names, key_words(key)
         for some, own, split in self._kinds(terms, self.compression):
@@ -272,8 +269,8 @@ class Sum:
     def gather(self, shards: Any, key: Array | None) -> Any:
         """Gathers every device's shards; all devices get the same bits of whole leaves.
 
-        Leaves are gathered together as `scatter` reduces them together; leaves that are not split
-        pass. `BF16` and `F32` are native all-gathers in no more bits than the leaf has.
+        Leaves that are not split pass. `BF16` and `F32` are native all-gathers in no more bits than
+        the leaf has.
         """
         found, treedef = _named(shards)
         words = key_words(key)
@@ -296,7 +293,7 @@ class Sum:
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
     ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
-        """Leaves that are split alike and have the same method, by name, and their own request.
+        """Leaves that travel together, by name: split alike, of one method; and their own request.
 
         Methods by path see whole leaves; with ``sharded`` the tree holds one device's shards.
         """
@@ -321,10 +318,7 @@ class Sum:
 def gathers_of(
     gather: Compression | Method | ByPath | None, compression: Compression
 ) -> Compression:
-    """How shards travel; a bare method, by default 8 bits, joins the request of the gradients.
-
-    It has the limits of the latter, and leaves that the latter excludes are gathered exactly.
-    """
+    """How shards travel; a bare method, by default 8 bits, joins the request of the gradients."""
     if isinstance(gather, Compression):
         return gather
     chosen = PARAMETERS if gather is None else gather

@@ -52,7 +52,7 @@ def command(
     name, tree = checked("MODEL", read_model, model)
     leaves = checked("MODEL", floating_leaves, tree)
     options.writable(json_file, model_file(model), first=process_id == 0)
-    tried = None if bits is None else checked("--bits", settings.parse_bits, bits)
+    tried = None if bits is None else checked("--bits", contenders.parse_bits, bits)
     options.join(processes, process_id, coordinator)
     workers = jax.devices()
     on_cpu = options.on_cpu(workers)

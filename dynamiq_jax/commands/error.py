@@ -1,10 +1,8 @@
 """`dynamiq-jax error`: vNMSE of methods and topologies on synthetic or dumped gradients.
 
 All workers run on one device, by ``jax.vmap(axis_name=...)``: errors do not depend on where workers
-are. If a file says which leaves its gradients consist of, each leaf is measured by itself, too, and
-the worst is named; `methods.metrics.worst_leaf_error` says why that matters. The whole gradient is
-reduced as one flat array, in which small leaves share super-groups with their neighbours. `dq.psum`
-would sum them exactly, so that none below `MIN_LEAF_SIZE` is the worst.
+are. The gradient is reduced as one flat array. If a file says which leaves it consists of, the
+worst is named, too; `methods.metrics.worst_leaf_error` says why that matters.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,8 +40,8 @@ class ErrorRow:
     """The error of one method on one topology: vNMSE as mean, least and largest over seeds.
 
     Wire bits are in units in which a bf16 all-reduce takes 16. The worst leaf has the largest error
-    (mean over seeds) of the leaves that count: those of `MIN_LEAF_SIZE` coordinates and more whose
-    sums are not zero. It is `None` if the gradients come without leaves, or if no leaf counts.
+    (mean over seeds) of those of `MIN_LEAF_SIZE` coordinates and more whose sums are not zero;
+    `None` if there are none.
     """
 
     method: str
@@ -87,7 +85,7 @@ def command(
     options.writable(json_file, gradients)
     chosen = []
     for text in contenders.parts(methods):
-        own = contenders.native_only(text)
+        own = checked("--methods", contenders.native_only, text)
         for name in ["native"] if own else contenders.parts(topology):
             route = None if own else checked("--topology", contenders.parse_topology, name)
             chosen.append((checked("--methods", contenders.parse_method, text, route), name))
@@ -110,11 +108,10 @@ def command(
 
 
 def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
-    """``gradients`` f32[n, d] of a .npz file, the first ``n_workers`` of them, and their leaves.
+    """The first ``n_workers`` of ``gradients`` f32[n, d] in a .npz file, and their leaves.
 
-    Raises:
-      ValueError: the file is not a .npz file, or lacks the array, or holds fewer workers; numbers
-        are NaN or infinite; names and sizes do not fit.
+    It refuses what is not such a file, fewer workers, numbers that are not finite, and leaves that
+    do not fit.
     """
     names = ("gradients", *Leaves._fields)
     try:
@@ -166,13 +163,10 @@ def measure(
     seeds: int,
     sizes: Sequence[int] = (),
 ) -> np.ndarray:
-    """The vNMSE of ``reduce(row, axis name, key=key)`` for every seed, of all and of each leaf.
+    """The vNMSE of ``reduce(row, axis name, key=key)``, f64[seeds, 1 + leaves]: first that of all.
 
     Gradients are f32[n, d], one for every seed, or one for all of them; ``sizes`` are the
-    coordinates of the leaves, one after the other.
-
-    Returns:
-      f64[seeds, 1 + leaves]: |estimate - sum|^2 / |sum|^2; of a sum that is zero 0 or infinity.
+    coordinates of the leaves, one after the other. Of a sum that is zero it is 0 or infinity.
     """
     bounds = np.cumsum(sizes).tolist()[:-1]
 

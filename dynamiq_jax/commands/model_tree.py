@@ -23,9 +23,7 @@ def save_model_tree(file: str | Path, params: Any) -> None:
     ``{"layers/0/kernel": [[768, 3072], "float32"], ...}``, by the paths that
     ``Compression(exclude=...)`` searches.
 
-    Args:
-      file: where to.
-      params: arrays or `jax.ShapeDtypeStruct`s.
+    ``params`` are arrays or `jax.ShapeDtypeStruct`s.
     """
     leaves = describe_leaves(params)
     names = [leaf.path for leaf in leaves]
@@ -37,11 +35,7 @@ def save_model_tree(file: str | Path, params: Any) -> None:
 
 
 def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-    """Reads what `save_model_tree` wrote: leaves by name, in the order of the file.
-
-    Raises:
-      ValueError: it holds something else.
-    """
+    """The leaves by name that `save_model_tree` wrote, in order; refuses what else a file holds."""
     file = Path(file)
     wanted = "expected {name: [shape, dtype]}, as save_model_tree writes it"
     try:
@@ -72,10 +66,7 @@ def model_file(model: str) -> Path | None:
 
 
 def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
-    """The name and leaves of a model: a file of `save_model_tree`, or a number as ``125M``.
-
-    A number has one bf16 leaf of so many parameters. What is neither raises ValueError.
-    """
+    """The name and leaves of a model: a file, or a number of bf16 parameters of one leaf."""
     if file := model_file(model):
         return file.name, load_model_tree(file)
     count = parse_params(model)
@@ -83,11 +74,7 @@ def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
 
 
 def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """The leaves that can be timed: no integers, which always travel exactly, and no empty ones.
-
-    Raises:
-      ValueError: there are none, or one is too large for test data of its size.
-    """
+    """The leaves that can be timed, one at least; refuses one that is too large for test data."""
     found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
     if not found:
         raise ValueError(

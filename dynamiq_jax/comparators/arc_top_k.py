@@ -3,12 +3,8 @@
 All workers know the sketch P = the sum of M_i V of their matrices M_i and a V at random of ``rank``
 columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
 all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
-ceil(density rows) rows with the longest ones are summed by another native sum; no indices travel.
-The others come out zero; `ErrorFeedback` remembers them. In the paper they are those
-of momentum.
-
-V is new in every step by the number in the state; without state only where the caller's key is.
-Rows that cancel between workers have no length and are not sent: memories of them grow.
+longest rows are summed by another native sum; no indices travel. In the paper they are those of
+momentum. Rows that cancel between workers are not sent: memories of them grow.
 """
 
 import math
@@ -20,24 +16,18 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.comparators.native import (
-    ROUNDING,
-    WIRE_BITS,
-    MatrixMethod,
-    StepState,
-    check_density,
-    summed_rows,
-)
+from dynamiq_jax.comparators import native
 from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.methods.base import Call, Outcome, ring_bits
 from dynamiq_jax.topologies import Topology
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ARCTopK(MatrixMethod):
+class ARCTopK(native.MatrixMethod):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
-    Biased: what is left out is lost without `ErrorFeedback`.
+    Biased: what is left out is lost without `ErrorFeedback`. V is new in every step by the number
+    in the state; without state only where the caller's key is.
 
     Attributes:
       density: the part of rows that is sent, above 0 up to 1.
@@ -53,13 +43,13 @@ class ARCTopK(MatrixMethod):
 
     def __post_init__(self):
         """Checks every field."""
-        MatrixMethod.__post_init__(self)
-        check_density(self.density)
+        native.MatrixMethod.__post_init__(self)
+        native.check_density(self.density)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
         rows, columns = self.shape_of(size)
-        sent = WIRE_BITS[self.wire] * self._count(size) * columns
+        sent = native.WIRE_BITS[self.wire] * self._count(size) * columns
         return ring_bits(16 * self.rank * rows + sent, n_workers)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
@@ -79,15 +69,14 @@ class ARCTopK(MatrixMethod):
             finite = jnp.all(jnp.isfinite(sketch), axis=1)
             known = jnp.where(finite[:, None], sketch, 0)
             largest = jnp.max(jnp.abs(known))
-            known = known / jnp.where(
-                largest > 0, largest, 1
-            )  # squares neither overflow nor vanish
+            # Squares neither overflow nor vanish.
+            known = known / jnp.where(largest > 0, largest, 1)
             # Rows that come out NaN, sent or not, come last.
             energy = jnp.where(finite, jnp.sum(known**2, axis=1), -1)
             chosen = lax.top_k(energy, self._count(x.shape[0]))[1]
-            result, left = summed_rows(matrix, chosen, finite, x, call, self.wire)
-            return Outcome(result, state and StepState(state.step + 1), lost=left)
+            result, left = native.summed_rows(matrix, chosen, finite, x, call, self.wire)
+            return Outcome(result, state and native.StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
         """Rows that are sent."""
-        return math.ceil(self.density * self.shape_of(size)[0] - ROUNDING)
+        return math.ceil(self.density * self.shape_of(size)[0] - native.ROUNDING)

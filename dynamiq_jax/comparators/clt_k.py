@@ -1,9 +1,8 @@
 """The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
 
-In every step another worker is the *leader*, in turn. Of every chunk of its gradient it takes the
-coordinates of largest magnitude, and tells the others where they are: a native sum to which these
-add zeros. All workers' values there are summed by a second one. Workers whose gradients are alike
-choose alike. The paper's low-pass filter of memory is not here.
+In every step another worker is the *leader*, in turn. It tells the others where the coordinates of
+largest magnitude are in every chunk of its gradient: a native sum to which these add zeros. All
+workers' values there are summed by a second one. The paper's low-pass filter of memory is not here.
 """
 
 import math
@@ -15,14 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, Integer
 
-from dynamiq_jax.comparators.native import (
-    ROUNDING,
-    NativeMethod,
-    StepState,
-    check_density,
-    native_sum,
-    with_room,
-)
+from dynamiq_jax.comparators import native
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
@@ -32,7 +24,7 @@ MAX_CHUNK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CLTK(NativeMethod, TellsLosses):
+class CLTK(native.NativeMethod, TellsLosses):
     """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
 
     Biased: what is left out is lost without `ErrorFeedback`. Without state the first worker always
@@ -52,7 +44,7 @@ class CLTK(NativeMethod, TellsLosses):
     def __post_init__(self):
         """Checks every field."""
         check_fields(self)
-        check_density(self.density)
+        native.check_density(self.density)
         if not 1 <= self.chunk_size <= MAX_CHUNK:
             raise ValueError(f"chunk_size={self.chunk_size} must be an integer, 1 to {MAX_CHUNK}")
 
@@ -71,21 +63,21 @@ class CLTK(NativeMethod, TellsLosses):
             leads = axis.index == (state.step % n_workers if state else 0)
             own = lax.top_k(jnp.abs(chunks), self._count)[1].astype(jnp.uint8)
             places = axis.psum(jnp.where(leads, own, 0)).astype(jnp.int32)
-            values = with_room(jnp.take_along_axis(chunks, places, axis=1), call)
+            values = native.with_room(jnp.take_along_axis(chunks, places, axis=1), call)
             # What is not finite shows in the sum, chosen or not.
             values = jnp.where(jnp.all(jnp.isfinite(chunks), axis=1)[:, None], values, jnp.nan)
-            sent, total = native_sum(values, "bf16", axis)
+            sent, total = native.native_sum(values, "bf16", axis)
             finite = jnp.all(jnp.isfinite(total), axis=1)[:, None]
             total = (clipped(total) / call.divisor).astype(x.dtype)
             result = _placed(total, places, self.chunk_size)
             result = jnp.where(finite, result, jnp.nan).reshape(-1)[:size]
             left = (chunks - _placed(sent, places, self.chunk_size)).reshape(-1)[:size]
-            return Outcome(result, state and StepState(state.step + 1), lost=left)
+            return Outcome(result, state and native.StepState(state.step + 1), lost=left)
 
     @property
     def _count(self) -> int:
         """Coordinates of a chunk that are sent."""
-        return math.ceil(self.density * self.chunk_size - ROUNDING)
+        return math.ceil(self.density * self.chunk_size - native.ROUNDING)
 
 
 def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:

@@ -26,9 +26,7 @@ LEAST_SCALE = 2.0**-100
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalQSGD(PlainMethod):
-    """All-reduce of codes with a scale that all workers share: b bits per coordinate.
-
-    Unbiased.
+    """Unbiased all-reduce of codes with a scale that all workers share: b bits per coordinate.
 
     Attributes:
       bits: of a code with its sign, 3 to 8. A step is M / floor((2^(bits-1) - 1) / n), coarser

@@ -83,10 +83,7 @@ def _hadamard(x) -> Array:
 
 
 def rotate(x: Float[Array, "*pieces D"], seed: UInt32[Array, " 2"]) -> Float[Array, "*pieces D"]:
-    """The randomized Hadamard transform H diag(s) x / sqrt(D) of every piece, in f32.
-
-    Norms are kept. Signs differ between pieces and seeds; workers have to share the seed.
-    """
+    """The transform H diag(s) x / sqrt(D) of every piece, f32; signs s follow from the seed."""
     return _hadamard(x * (_signs(x.shape, seed) / math.sqrt(x.shape[-1])))
 
 

@@ -18,10 +18,7 @@ from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
 def pack_lanes(values: UInt[Array, "*rows m"], width: int) -> UInt32[Array, "*rows words"]:
-    """Packs nonnegative integers in lanes of ``width`` bits, 32 // width to a word, row by row.
-
-    Words can be added as long as no sum of a lane reaches 2^width.
-    """
+    """Packs integers from 0 on in lanes of ``width`` bits, 32 // width to a word, row by row."""
     lanes = 32 // width
     words = -(-values.shape[-1] // lanes)
     spare = [(0, 0)] * (values.ndim - 1) + [(0, lanes * words - values.shape[-1])]
@@ -62,11 +59,7 @@ def pack_bits(fields: UInt[Array, "*rows m"], bits: int) -> UInt32[Array, "*rows
 def unpack_bits(
     words: UInt32[Array, "*rows words"], size: int, bits: int
 ) -> UInt32[Array, "*rows m"]:
-    """The ``size`` fields per row that `pack_bits` packed.
-
-    Raises:
-      ValueError: rows are not of ``size`` fields.
-    """
+    """The ``size`` fields per row that `pack_bits` packed; refuses rows of another size."""
     if words.shape[-1] != bit_words(size, bits):
         raise ValueError(
             f"rows have {words.shape[-1]} words, but {size} fields of {bits} bits take "
@@ -83,10 +76,7 @@ def unpack_bits(
 def chunk_noise(
     seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
 ) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
-    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
-
-    Chunks are multiples of 4 coordinates.
-    """
+    """(chunk, slot) -> a uniform word for each of 4 k coordinates, independent between slots."""
     rows = slot_noise(seed, n_slots, "independent")
 
     def words(chunk, slot):

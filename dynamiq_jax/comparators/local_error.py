@@ -1,15 +1,13 @@
 """LIEC-SGD: what a worker's own encoding loses, it applies to its own model at once.
 
 LIEC-SGD ("Communication-Efficient Distributed Learning with Local Immediate Error Compensation")
-compresses both ways. Worker i sends C(g_i) to the owners of chunks. The owner of a chunk encodes
-the mean, with what its last encoding of it lost, e, and all decode that. With `Direct`::
+compresses both ways, over `Direct`. C(g_i) is what worker i sends to the owners of chunks::
 
     sum    = C(sum of C(g_i) + e)      e becomes what this encoding lost; the owner alone keeps it
     result = sum / n + g_i - C(g_i)    on every worker its own
 
 So the mean over workers of the results has all of the gradients' mean but for what owners still
-have, and nothing waits in the memories of those who send. `dynamiq_jax.optax.liec` has
-the optimizer.
+have. `dynamiq_jax.optax.liec` has the optimizer.
 """
 
 from dataclasses import dataclass, field

@@ -1,19 +1,15 @@
 """The Marsit method (Wu et al., DAC 2022): one bit per coordinate and hop, merged by biased coins.
 
-Worker i has y_i = x_i + c_i, its gradient and its compensation, and encodes the signs of y_i. A
-partial result that stands for a workers meets the bit of one that stands for b: where the two
-differ, a coin keeps the former with probability a / (a + b). So the finished bit is the sign of a
-worker drawn uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g.
-Every ``period``-th round is in full precision: its result is the mean of the y_i, and the c_i
-become zero.
+Worker i encodes the signs of y_i = x_i + c_i, its gradient and its compensation. A partial result
+that stands for a workers meets the bit of one that stands for b: where the two differ, a coin keeps
+the former with probability a / (a + b). So the finished bit is the sign of a worker drawn
+uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g. Every ``period``-th round
+is in full precision: its result is the mean of the y_i (of the x_i in the paper, which drops the
+c_i), and the c_i become zero.
 
-The paper leaves open or has otherwise:
-
-* The length s of a step is a number there. Here it is ``scale`` times the mean magnitude of all
-  workers' *gradients* in a block, of this step: with that of the y_i, compensations would feed
-  their own growth. The optimizer has the learning rate.
-* Signs of zero are drawn by a coin, so that zero is what they are on average.
-* A full round is the mean of the y_i, not of the x_i alone, so that nothing is dropped.
+The length s of a step is a number in the paper. Here it is ``scale`` times the mean magnitude of
+all workers' *gradients* in a block: with that of the y_i, compensations would feed their own
+growth. Signs of zero, which the paper leaves open, are drawn by a coin.
 """
 
 from dataclasses import dataclass
@@ -114,10 +110,7 @@ class Marsit(PlainMethod):
         return jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
 
     def share(self, message: Array, layout: ChunkLayout, call: Call) -> tuple[Array, ...]:
-        """The seed of the coins, lengths of steps, and the round: the message ends with its sum.
-
-        Lengths are not finite where a gradient is not.
-        """
+        """The seed of the coins, lengths of steps (finite where gradients are), the round."""
         seed = seed_of(call.seed, message)
         step = jnp.round(message[-1] / layout.n_workers).astype(jnp.int32)
         length = jnp.minimum(message[:-1] * self.scale, LARGEST / layout.n_workers)
@@ -144,10 +137,7 @@ class Marsit(PlainMethod):
         signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
 
         def encode(arrived, chunks, encoder, lost, skip=None):
-            """The coin is that of the encoding that arrived, which is merged once.
-
-            One that is to be left out stands for nobody, and is never taken.
-            """
+            """The coin is that of the encoding that arrived; the one to leave out has weight 0."""
             del encoder, skip
 
             def merge(total, arriving):

@@ -1,8 +1,7 @@
 """Min-max quantisation: the codes of Flash Communication and QSDP, over any topology.
 
-Flash Communication (Li et al., arXiv 2412.04964) quantises between the extremes of groups of 128,
-to nearest, once for the all-to-all and once for the all-gather of `Direct`. QSDP (Markov et al.,
-ICML 2023) rounds gradients at random, in buckets of 1024.
+Flash Communication (Li et al., arXiv 2412.04964) rounds to nearest in groups of 128. QSDP (Markov
+et al., ICML 2023) rounds gradients at random, in buckets of 1024.
 
 A bucket of G values has an *offset*, its minimum, and a *step*, its range over 2^b - 1, both bf16:
 the offset is rounded down and the step up, so that the levels enclose all values. A payload is one
@@ -16,15 +15,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
-from dynamiq_jax.comparators.lanes import (
-    bit_words,
-    chunk_noise,
-    floats_of,
-    pack_bits,
-    uniform,
-    unpack_bits,
-    words_of,
-)
+from dynamiq_jax.comparators import lanes
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
@@ -73,13 +64,13 @@ class MinMax(PlainMethod):
 
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
-        return 32 * (chunk_size // self.bucket_size + bit_words(chunk_size, self.bits))
+        return 32 * (chunk_size // self.bucket_size + lanes.bit_words(chunk_size, self.bits))
 
     def operations(
         self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """See `PlainMethod`."""
-        words = chunk_noise(shared, call.n_slots, layout)
+        words = lanes.chunk_noise(shared, call.n_slots, layout)
 
         def encode(values, chunk, slot):
             return self.encoded(values, None if self.rounding == "nearest" else words(chunk, slot))
@@ -89,10 +80,7 @@ class MinMax(PlainMethod):
     def encoded(
         self, x: Float[Array, " m"], noise: UInt32[Array, " m"] | None
     ) -> UInt32[Array, " words"]:
-        """The payload of values in f32, m a multiple of the bucket size.
-
-        ``noise`` is a uniform word for every value, unless values are rounded to nearest.
-        """
+        """The payload of m values of whole buckets; without noise they are rounded to nearest."""
         top = (1 << self.bits) - 1
         x = x.astype(jnp.float32).reshape(-1, self.bucket_size)
         finite = jnp.all(jnp.isfinite(x), axis=1)  # the least of numbers may be taken without NaN
@@ -106,24 +94,24 @@ class MinMax(PlainMethod):
         if noise is None:
             codes = jnp.round(scaled)
         else:
-            codes = jnp.floor(scaled + uniform(noise.reshape(values.shape)))
+            codes = jnp.floor(scaled + lanes.uniform(noise.reshape(values.shape)))
         codes = jnp.clip(codes, 0, top).astype(jnp.uint32)
         offset, step = (jnp.where(finite, part, jnp.nan) for part in (offset, step))
-        words = words_of(offset) >> 16 | words_of(step) & jnp.uint32(0xFFFF0000)
-        return jnp.concatenate([words, pack_bits(codes.reshape(-1), self.bits)])
+        words = lanes.words_of(offset) >> 16 | lanes.words_of(step) & jnp.uint32(0xFFFF0000)
+        return jnp.concatenate([words, lanes.pack_bits(codes.reshape(-1), self.bits)])
 
     def decoded(self, payload: UInt32[Array, " words"], size: int) -> Float[Array, " m"]:
         """The ``size`` values of a payload, f32."""
         buckets = size // self.bucket_size
         words = payload[:buckets, None]
-        offset, step = floats_of(words << 16), floats_of(words & jnp.uint32(0xFFFF0000))
-        levels = unpack_bits(payload[buckets:], size, self.bits).reshape(buckets, -1)
+        offset, step = lanes.floats_of(words << 16), lanes.floats_of(words & jnp.uint32(0xFFFF0000))
+        levels = lanes.unpack_bits(payload[buckets:], size, self.bits).reshape(buckets, -1)
         return (offset + levels.astype(jnp.float32) * step).reshape(-1)
 
 
 def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
     """The next number that bf16 has, upwards or downwards."""
-    bits = words_of(x)
+    bits = lanes.words_of(x)
     cut = bits & jnp.uint32(0xFFFF0000)
     away = (bits != cut) & ((bits >> 31 == 0) == up)
-    return floats_of(cut + away.astype(jnp.uint32) * 0x10000)
+    return lanes.floats_of(cut + away.astype(jnp.uint32) * 0x10000)

@@ -92,10 +92,7 @@ def summed_rows(
     call: Call,
     wire: Wire = "bf16",
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """The sum of the chosen rows, as the result for ``x``, and what it lacks.
-
-    Rows that are not ``finite`` come out NaN, and the others zero.
-    """
+    """The sum of the chosen rows for ``x``, NaN in those that are not finite; what it lacks."""
     size = x.shape[0]
     sent, total = native_sum(with_room(rows[chosen], call), wire, call.axis)
     total = (clipped(total) / call.divisor).astype(x.dtype)
@@ -162,8 +159,5 @@ class MatrixMethod(NativeMethod, TellsLosses):
         return rows, columns
 
     def headroom(self, size: int, n_workers: int) -> float:
-        """A power of two: over it, rows and columns times unit vectors have finite sums.
-
-        Those of all workers, however large their finite numbers are.
-        """
+        """A power of two: over it, all workers' rows times unit vectors have finite sums."""
         return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from dynamiq_jax.comparators.native import NativeMethod, check_density, summed_rows
-from dynamiq_jax.comparators.thc_codec import scale_of
+from dynamiq_jax.comparators.thc import scale_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, ring_bits
 from dynamiq_jax.topologies import Topology
@@ -48,10 +48,7 @@ class BlockMethod(NativeMethod, TellsLosses):
     def measured(
         self, x: Float[Array, " d"], call: Call
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
-        """This worker's blocks, and the energies of all workers: sums of mean squares in bf16.
-
-        An energy is finite where all workers' blocks are.
-        """
+        """This worker's blocks, and all workers' mean squares, bf16, finite where blocks are."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         scale, largest = scale_of(blocks), 2.0**126 / call.n_workers

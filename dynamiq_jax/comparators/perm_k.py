@@ -1,10 +1,9 @@
 """The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): every coordinate is one worker's.
 
 Each worker sends another nth of its coordinates, and n times these stand for the sum: a single
-all-gather, which moves half of what an all-reduce does. Here neighbours share a permutation up to
-a shift: of every n consecutive coordinates worker i sends number (i + shift) mod n, so that nothing
-is gathered from distant places of memory. The error is that of taking one worker for all: none if
-all have the same, and n - 1 times the sum's own square if they have nothing in common.
+all-gather, which moves half of what an all-reduce does. Here, of every n consecutive coordinates
+worker i sends number (i + shift) mod n. The error is that of taking one worker for all: none if all
+have the same, and n - 1 times the sum's own square if they have nothing in common.
 """
 
 from dataclasses import dataclass
@@ -22,10 +21,7 @@ from dynamiq_jax.topologies import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermK(NativeMethod):
-    """Takes every coordinate from one worker, drawn at random, in bf16: 8 bits per coordinate.
-
-    Unbiased, but for rounding to bf16.
-    """
+    """Takes each coordinate from a worker drawn at random: unbiased but for bf16; 8 bits each."""
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""

@@ -116,10 +116,8 @@ def orthonormal(
 ) -> Float[Array, "m r"]:
     """Columns of the same span, of length 1 and at right angles: Gram and Schmidt's, twice.
 
-    Args:
-      a: finite.
-      instead: columns to take where one of ``a`` depends on those before it, or is zero; without
-        them it becomes zero.
+    Where a column of the finite ``a`` depends on those before it, or is zero, that of ``instead``
+    is taken; without these it becomes zero.
     """
     rank = jnp.arange(a.shape[1])[None]
     largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)

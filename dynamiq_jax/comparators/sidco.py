@@ -3,14 +3,12 @@
 The threshold follows from the mean alone, in *stages*: of what survived so far, less its minimum,
 an exponential distribution of the same mean is above ``-mean * log(part)`` with probability
 ``part``. The first stage keeps a quarter, further ones in equal ratios what leads to the density.
-More stages follow a tail that is not exponential. Every step counts what each number of stages
-would keep. Every `PERIOD` steps, if the average of the number in use is off by more than
-`TOLERANCE`, the number whose average is nearest takes its place.
+Every step counts what each number of stages would keep. Every `PERIOD` steps, if the average of the
+number in use is off by more than `TOLERANCE`, the one whose average is nearest takes its place.
 
-Published SIDCo compares every worker's own coordinates, so that sums need all their indices. Here
-the numbers are norms of blocks over all workers: all choose the same ones, which a dense psum sums.
-There is room for ``headroom`` times the density. Blocks without room are left out, and room that is
-left goes to other blocks, both by a place in the order of blocks that moves on from step to step.
+Published SIDCo compares every worker's own coordinates. Here the numbers are norms of blocks over
+all workers, and a dense psum sums the same blocks of all. Blocks without room are left out, and
+room that is left goes to other blocks, both in an order that moves on from step to step.
 """
 
 import math
@@ -116,10 +114,7 @@ class SIDCo(BlockMethod):
 
 
 def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:
-    """The thresholds that a part ``density`` of the norms exceeds, by number of stages.
-
-    At most the largest norm, so that something is always there. Negative norms are left out.
-    """
+    """The thresholds by number of stages, which a part ``density`` of norms from 0 on exceeds."""
     top = jnp.maximum(jnp.max(norms), 0)
 
     def fitted(alive: Bool[Array, " N"], part: float) -> Array:
@@ -145,10 +140,7 @@ def parts(density: float, stages: int) -> list[float]:
 
 
 def first_of(above: Bool[Array, " N"], place: Int[Array, ""], room: int) -> Int[Array, " room"]:
-    """The first ``room`` blocks in an order of those ``above`` and then the others, int32.
-
-    Each group begins with block ``place`` and comes around.
-    """
+    """The first of the blocks ``above`` and then of others, each from ``place`` on and around."""
     first = jnp.roll(above, -place)
     before = jnp.cumsum(first, dtype=jnp.int32)
     index = jnp.arange(above.size, dtype=jnp.int32)

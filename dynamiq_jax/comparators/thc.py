@@ -1,11 +1,19 @@
 """The THC method (Li et al., NSDI 2024): integers that add up on the way, in native collectives.
 
-Numerics are those of `thc_codec`. All workers agree by a pmax on one scale per piece, rotate,
-round to integers 0..g and sum these by one native all-reduce, in lanes wide enough for the sum. The
-sum is exact, so that its order does not matter.
+Workers agree by a pmax on one scale M for each piece of D = 2^k coordinates, the largest root mean
+square that one of them has. Then z = H diag(s) x / (M sqrt(D)), with signs s that all share, is
+nearly N(0, 1) or narrower (`hadamard`). Clipped to +-T, z rounds stochastically to one of the nodes
+-T + 2 T table[k] / g. The integers table[k] of all workers are summed by one native all-reduce, in
+lanes wide enough for the sum. It is exact, so that its order does not matter.
+
+A *table* is an increasing integer array from 0 to its *granularity* g. The *threshold* T leaves a
+fraction p of N(0, 1) to be clipped, which is the only bias.
 """
 
+import functools
+import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import ClassVar
 
 import jax
@@ -15,7 +23,6 @@ from jax import Array
 from jaxtyping import Float, Int, UInt32
 
 from dynamiq_jax.comparators import hadamard
-from dynamiq_jax.comparators import thc_codec as thc
 from dynamiq_jax.comparators.lanes import coordinate_noise, pack_lanes, unpack_lanes
 from dynamiq_jax.comparators.native import NativeMethod, StepState
 from dynamiq_jax.core.axis import Axis
@@ -27,7 +34,7 @@ from pallas_kernels.hashing import slot_noise
 
 MAX_BITS = 8
 MAX_GRANULARITY = 1023
-MAX_SUM_BITS = 31  # of what `thc.dequantize_sum` decodes
+MAX_SUM_BITS = 31  # of what `dequantize_sum` decodes
 STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 
 
@@ -62,7 +69,7 @@ class THC(NativeMethod, TellsLosses):
                 f"granularity={self.granularity} must be {2**self.bits - 1} to {MAX_GRANULARITY} "
                 f"with bits={self.bits}; pass such a number, None, or other bits"
             )
-        thc.clip_threshold(self.p)
+        clip_threshold(self.p)
         hadamard.piece_shape(1, piece_size=self.piece_size)
 
     @property
@@ -73,7 +80,7 @@ class THC(NativeMethod, TellsLosses):
     @property
     def integers(self) -> Int[np.ndarray, " levels"]:
         """The integers that an index may stand for."""
-        return thc.optimal_table(self.bits, self.g, self.p)
+        return optimal_table(self.bits, self.g, self.p)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
         """Refuses topologies, and sums that overflow their bits."""
@@ -95,22 +102,22 @@ class THC(NativeMethod, TellsLosses):
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `TellsLosses`."""
         axis, n_workers, state = call.axis, call.n_workers, call.state
-        threshold = thc.clip_threshold(self.p)
+        threshold = clip_threshold(self.p)
         with jax.named_scope("thc_all_reduce"):
             pieces = hadamard.cut(x, piece_size=self.piece_size)
-            scale = axis.pmax(thc.scale_of(pieces))
+            scale = axis.pmax(scale_of(pieces))
             seed = _seed_of_step(call.seed, scale, state, axis)
-            z = hadamard.rotate(thc.standardize(pieces, scale), seed)
+            z = hadamard.rotate(standardize(pieces, scale), seed)
             own = slot_noise(seed, n_workers, "independent")[axis.index]
             noise = coordinate_noise(own, z.size).reshape(z.shape)
-            index = thc.quantize(z, self.integers, threshold, noise)
+            index = quantize(z, self.integers, threshold, noise)
 
             def decode(total, n: int):
-                z = thc.dequantize_sum(total, n, self.g, threshold)
-                return clipped(thc.unstandardize(hadamard.unrotate(z, seed), scale))
+                z = hadamard.unrotate(dequantize_sum(total, n, self.g, threshold), seed)
+                return clipped(z * jnp.where(jnp.isfinite(scale), scale, jnp.nan)[:, None])
 
             width = self._sum_bits(n_workers)
-            integers = thc.lookup(index.reshape(-1), self.integers)
+            integers = jnp.asarray(self.integers, jnp.uint32)[index.reshape(-1)]
             total = unpack_lanes(axis.psum(pack_lanes(integers, width)), index.size, width)
             mean = decode(total.reshape(index.shape), n_workers)
             result = clipped(hadamard.join(mean, x.shape[0]) * (n_workers / call.divisor))
@@ -133,3 +140,102 @@ def _seed_of_step(
     if seed.ndim == 1:
         return seed_of(seed, scale) ^ statistics_seed(step)
     return seed_of(seed, jnp.append(scale, step))
+
+
+def clip_threshold(p: float) -> float:
+    """T = Phi^-1(1 - p/2): a fraction ``p`` of N(0, 1), 0 < p < 1, lies outside of +-T."""
+    if not 0 < p < 1:
+        raise ValueError(f"p is {p}; pass the clipped fraction, above 0 and below 1")
+    return -NormalDist().inv_cdf(p / 2)
+
+
+def _interval_error(a, b) -> np.ndarray:
+    """The integral of (b - z)(z - a) phi(z) over a < z < b: what N(0, 1) loses between nodes."""
+
+    def tail(x):  # 1 - Phi(x), exact in relative terms where Phi(x) is nearly 1
+        return np.vectorize(math.erfc, otypes=[float])(x / math.sqrt(2)) / 2
+
+    density_a, density_b = (np.exp(-x * x / 2) / math.sqrt(2 * math.pi) for x in (a, b))
+    moment0, moment1 = tail(a) - tail(b), density_a - density_b
+    moment2 = moment0 + a * density_a - b * density_b
+    return (a + b) * moment1 - moment2 - a * b * moment0
+
+
+@functools.lru_cache(maxsize=64)
+def optimal_table(bits: int, granularity: int, p: float) -> Int[np.ndarray, " levels"]:
+    """The symmetric table of ``2**bits`` nodes with the least squared error on N(0, 1), read-only.
+
+    A dynamic programme over the nodes above zero, their mirror images below: exact, in f64.
+    """
+    upper = np.arange(granularity // 2 + 1, granularity + 1)
+    nodes = clip_threshold(p) * (2 * upper / granularity - 1)
+    i, j = np.triu_indices(upper.size, 1)
+    cost = np.full((upper.size, upper.size), np.inf)
+    cost[i, j] = _interval_error(nodes[i], nodes[j])
+    # best[j]: the error from zero to node j with the nodes chosen so far, of which j is the last.
+    best = _interval_error(-nodes, nodes) / 2
+    came_from = []
+    for _ in range(2 ** (bits - 1) - 1):
+        total = best[:, None] + cost
+        came_from.append(np.argmin(total, axis=0))
+        best = np.min(total, axis=0)
+    chosen = [upper.size - 1]
+    for previous in reversed(came_from):
+        chosen.append(previous[chosen[-1]])
+    half = upper[chosen]
+    table = np.concatenate([granularity - half, half[::-1]])
+    table.setflags(write=False)
+    return table
+
+
+def _to_middle(x) -> Array:
+    """The power of two that brings ``x`` where its square and its inverse are normal f32."""
+    return jnp.where(x > 2.0**40, 2.0**-80, jnp.where(x < 2.0**-40, 2.0**80, 1.0))
+
+
+def scale_of(x: Float[Array, "*pieces D"]) -> Float[Array, "*pieces"]:
+    """The root mean square of every piece, f32: finite where all of its coordinates are."""
+    x = x.astype(jnp.float32)
+    finite = jnp.all(jnp.isfinite(x), axis=-1)
+    factor = _to_middle(jnp.max(jnp.abs(x), axis=-1))
+    scale = jnp.sqrt(jnp.mean((x * factor[..., None]) ** 2, axis=-1)) / factor
+    return jnp.where(finite, scale, jnp.inf)
+
+
+def standardize(
+    x: Float[Array, "*pieces D"], scale: Float[Array, "*pieces"]
+) -> Float[Array, "*pieces D"]:
+    """x / scale; a scale of 0 (all is 0, then) counts as 1."""
+    scale = jnp.where(scale == 0, 1.0, scale)
+    factor = _to_middle(scale)
+    return x * factor[..., None] / (scale * factor)[..., None]
+
+
+def quantize(
+    z: Float[Array, "*shape"],
+    table: Int[np.ndarray, " levels"],
+    threshold: float,
+    noise: UInt32[Array, "*shape"],
+) -> UInt32[Array, "*shape"]:
+    """The indices of nodes next to z, clipped to +-T; a small word of the noise rounds up."""
+    granularity = int(table[-1])
+    position = jnp.clip(z * (granularity / (2 * threshold)) + granularity / 2, 0, granularity)
+    cell = jnp.clip(position.astype(jnp.int32), 0, granularity - 1)
+    # Nodes lie on the grid of cells: one look-up per cell finds the interval it belongs to.
+    index = np.searchsorted(table, np.arange(granularity), side="right") - 1
+    below = jnp.asarray(index, jnp.int32)[cell]
+    start = jnp.asarray(table[index], jnp.float32)[cell]
+    gap = jnp.asarray(table[index + 1] - table[index], jnp.float32)[cell]
+    fraction = (position - start) / gap
+    up = (noise >> 8).astype(jnp.float32) < fraction * 2.0**24
+    return (below + up.astype(jnp.int32)).astype(jnp.uint32)
+
+
+def dequantize_sum(
+    total: UInt32[Array, "*shape"], n_workers: int, granularity: int, threshold: float
+) -> Float[Array, "*shape"]:
+    """The mean z of workers from the sum of their integers: (total/n - g/2) 2T/g, f32."""
+    most = n_workers * granularity
+    # Centred as an integer first: exact (modulo 2^32), and a sum in the middle decodes to zero.
+    centred = (2 * total).astype(jnp.int32) - most
+    return centred.astype(jnp.float32) * (threshold / most)

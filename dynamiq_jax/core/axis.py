@@ -33,10 +33,9 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Axis:
-    """The workers that reduce together.
+    """The workers that reduce together: all of the named axes, or one group of them.
 
-    They are all workers of the named axes, or one group of them. Worker numbers are row-major over
-    several axes; within a group they follow the group's list.
+    Worker numbers are row-major over several axes; within a group they follow the group's list.
 
     Attributes:
       names: the mapped axes, the outermost first.
@@ -107,17 +106,11 @@ class Axis:
 
     @property
     def several_vmapped(self) -> bool:
-        """Whether there are several axes, some of them `jax.vmap`'s.
-
-        Most batching rules of JAX take one axis only.
-        """
+        """Whether there are several axes, some `jax.vmap`'s: most batching rules take one only."""
         return len(self.names) > 1 and self.vmapped
 
     def program(self, compiled: Any) -> Any:
-        """A function of `jax.jit`, or what it wraps where there are several axes of `jax.vmap`.
-
-        JAX's rules for these have to be known before they are traced.
-        """
+        """A function of `jax.jit`, or what it wraps, untraced, for several axes of `jax.vmap`."""
         return compiled.__wrapped__ if self.several_vmapped else compiled
 
     def varies(self, x: Any) -> bool:

@@ -30,14 +30,13 @@ def coordination_client() -> Any:
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-    manual = getattr(aval, "manual_axis_type", None)
-    return frozenset(manual.varying if manual is not None else getattr(aval, "vma", None) or ())
+    return aval.manual_axis_type.varying
 
 
 def half_reduced_axes(x) -> frozenset[str]:
     """The mesh axes over which JAX calls ``x`` "reduced" or "unreduced"."""
-    manual = getattr(jax.typeof(x), "manual_axis_type", None)
-    return frozenset().union(*(getattr(manual, kind, ()) for kind in ("reduced", "unreduced")))
+    kind = jax.typeof(x).manual_axis_type
+    return kind.reduced | kind.unreduced
 
 
 def is_constant(x) -> bool:
@@ -87,9 +86,7 @@ def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _less_varying(x, *, axes: frozenset[str]):
-    kind = getattr(x, "manual_axis_type", None)
-    if kind is None:
-        return x.update(vma=x.vma - axes)
+    kind = x.manual_axis_type
     return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
 
 

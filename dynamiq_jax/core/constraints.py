@@ -28,14 +28,12 @@ _replaced: list[tuple[dict[str, Any], str]] = []
 def constraints_without(names: Collection[str]) -> Iterator[None]:
     """While it lasts, constraints and reshards forget axes, in this thread alone.
 
-    Modules that have imported `jax.lax.with_sharding_constraint` by its name before forget, too.
-
     A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
     a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
-    the loss says. Constraints over other axes stay. On Explicit axes constraints are assertions,
-    and those that name one of the axes are dropped. There `jax.reshard` leaves a parameter typed as
-    reduced over the axes, whole as it is: its gradient stays unreduced. `jax.sharding.auto_axes`,
-    by which JAX reads rows, turns axes into Auto ones: they have no such types.
+    the loss says. On Explicit axes constraints are assertions, and those that name one of the axes
+    are dropped. There `jax.reshard` leaves a parameter typed as reduced over the axes, whole as it
+    is: its gradient stays unreduced. `jax.sharding.auto_axes`, by which JAX reads rows, turns axes
+    into Auto ones: they have no such types.
     """
     global _users
     token = _forgotten.set(frozenset(names))

@@ -66,10 +66,7 @@ def fold_seed(words: Seed, tag) -> Seed:
 
 
 def seed_of(seed: Seed, stats: Float[Array, "*shape"] | None = None) -> UInt[Array, " 2"]:
-    """The words of the key; without a key, a hash of the bucket's number and of the statistics.
-
-    Statistics are what all workers know, new in every step; without them the words stay the same.
-    """
+    """The words of the key; without a key, a hash of the bucket's number and of the statistics."""
     if seed.ndim == 1:
         return seed
     number = jnp.stack([mix(seed), mix(seed * jnp.uint32(0x9E3779B1))])  # 0 changes nothing

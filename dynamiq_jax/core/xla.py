@@ -46,11 +46,8 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
     In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
     and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
-    `XLA_FLAGS` has the same effect.
-
-    Args:
-      function: as for `jax.jit`.
-      options: as for `jax.jit`; ``compiler_options`` are added to ours.
+    `XLA_FLAGS` has the same effect. Arguments are those of `jax.jit`; ``compiler_options`` are
+    added to ours.
     """
     chosen = compiler_options() | (options.pop("compiler_options", None) or {})
 

@@ -34,8 +34,7 @@ def all_reduce(
 ) -> tuple[Array, Array | None]:
     """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes.
 
-    Returns:
-      What `ChunkCodec.decode` makes of all chunks, and what this worker's encodings lost.
+    Returns what `ChunkCodec.decode` makes of all chunks, and what this worker's encodings lost.
     """
     if topology.transport == "push" and streams == 1 and codec.push is not None:
         check_schedule(topology, axis.size)
@@ -84,11 +83,7 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
 
 
 def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: int) -> Array:
-    """Reduces every chunk; each owner decodes its sums.
-
-    Returns:
-      What `ChunkCodec.finish` makes of this worker's chunks.
-    """
+    """Reduces every chunk; returns what `ChunkCodec.finish` makes of this worker's chunks."""
     mine = axis.index * streams
     inputs, _ = _reduce(topology, codec, axis, streams)
     assert codec.finish is not None
@@ -139,11 +134,7 @@ class _Run(NamedTuple):
     def loop(
         self, rounds: Rounds, held: list[list[_Held]], lost: Array | None
     ) -> tuple[list[list[_Held]], Array | None]:
-        """All rounds but the first, as a loop: what arrives in one is all that the next adds.
-
-        Raises:
-          ValueError: a worker encodes other chunks in the second round than it got in the first.
-        """
+        """All rounds but the first, as a loop: what arrives in one is all that the next adds."""
         # What a worker got in round t - 1 has to be what it encodes in round t, in one order.
         first, second = rounds.step(0), rounds.step(1)
         if not np.array_equal(self._owners(first), chunk_table(second, self.n_workers)):

@@ -120,9 +120,8 @@ def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Ar
 class Method(Options, ABC):
     """How one flat array is reduced over one axis; the seam between pytrees and methods.
 
-    There are two kinds. A hop method (`methods.hops.HopMethod`) is a codec that runs over
-    topologies. A native method calls XLA's collectives by itself. Subclasses are frozen
-    dataclasses of static options.
+    A hop method (`methods.hops.HopMethod`) is a codec that runs over topologies. A native method
+    calls XLA's collectives by itself.
     """
 
     __slots__ = ()
@@ -134,10 +133,7 @@ class Method(Options, ABC):
 
     @property
     def most_bits(self) -> float:
-        """Wire bits per coordinate from which on a bucket is summed exactly.
-
-        Methods that pad small buckets have such a limit.
-        """
+        """Wire bits per coordinate, with padding, from which on a bucket is summed exactly."""
         return math.inf
 
     @property
@@ -146,10 +142,7 @@ class Method(Options, ABC):
         return None
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """The method's default limits, with those that were given in their places.
-
-        On links as fast as NVLink compression pays less.
-        """
+        """The method's default limits, with those that were given in their places."""
         size = 0 if given.get("min_bucket_bytes") == 0 else MIN_BUCKET_SIZE
         return Limits(MIN_LEAF_SIZE, size, 0, BUCKET_BYTES)._replace(**given)
 
@@ -178,10 +171,7 @@ class Method(Options, ABC):
 
     @abstractmethod
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """The sum over the axis, over the divisor, in x's dtype, and the next step's state.
-
-        All workers get the same bits.
-        """
+        """The sum over the axis, over the divisor, in x's dtype, and the next step's state."""
 
     @abstractmethod
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
@@ -214,10 +204,7 @@ class TellsLosses(Method):
     __slots__ = ()
 
     def lost(self, n_workers: int, topology: Topology | None) -> float | None:
-        """About the energy of all losses over that of what workers send (unitless).
-
-        It is that of the blocks that lose most; `None` if the method does not know.
-        """
+        """About the energy of losses over that of what is sent, where most is lost, if known."""
         return None
 
 
@@ -234,17 +221,11 @@ class ShardedMethod(Method):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """All workers' ``x``; the same bits on all workers.
-
-        With ``invarying`` JAX counts the result as replicated.
-        """
+        """All workers' ``x``, the same bits on all; ``invarying``: JAX counts it as replicated."""
 
     @abstractmethod
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to reduce-scatter n slices of ``size`` coordinates.
-
-        Without a topology: to all-gather them.
-        """
+        """Bits to scatter n slices of ``size`` coordinates; without a topology, to gather them."""
 
 
 class Around(Method):

@@ -126,11 +126,8 @@ def worst_leaf_error(estimate, exact, *, min_size: int = 0) -> Float[Array, ""]:
     no relative error and does not count: an estimate of it that is not zero would be infinitely
     wrong and hide all other leaves. Zero if no leaf counts (unitless).
 
-    Args:
-      estimate: arrays of any shapes.
-      exact: arrays of the same shapes.
-      min_size: leaves of fewer coordinates do not count. `psum` sums those below its method's
-        ``min_leaf_size`` exactly.
+    Leaves of fewer than ``min_size`` coordinates do not count: `psum` sums those below its method's
+    ``min_leaf_size`` exactly.
     """
     errors = jax.tree.leaves(jax.tree.map(vnmse, estimate, exact))
     counted = (

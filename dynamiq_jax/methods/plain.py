@@ -1,8 +1,8 @@
 """Plain codecs: chunks of consecutive coordinates, each encoded by itself, for any topology.
 
-What a plain codec needs to know beyond a chunk's values (shared scales, noise) it looks up by the
-chunk's number and slot; there is no plan. The gradient's d coordinates are cut into C chunks of m,
-the last ones filled up with zeros; a worker adds what arrived to its own share in f32.
+Shared scales and noise are looked up by a chunk's number and slot; there is no plan. The gradient's
+d coordinates are cut into C chunks of m, the last ones filled up with zeros; a worker adds what
+arrived to its own share in f32.
 """
 
 from collections.abc import Callable
@@ -49,10 +49,7 @@ class ChunkLayout:
 
 
 class PlainCodec(NamedTuple):
-    """A codec of single chunks; ``chunk`` and ``slot`` are int32 scalars.
-
-    What it needs to know of an encoder is the slot alone.
-    """
+    """A codec of single chunks; ``chunk`` and ``slot`` are int32 scalars."""
 
     encode: Callable[[Float[Array, " m"], Array, Array | int], Payload]
     """(values f32[m], chunk, slot) -> payload, of the same shapes for all chunks."""

@@ -81,6 +81,5 @@ class BF16(_Uncompressed):
 class F32(_Uncompressed):
     """All-reduce with f32 on the wire, whatever the leaf's dtype, in which results are.
 
-    ``topology=None`` is `lax.psum` of f32. Sums over topologies differ by the order of additions
-    alone.
+    ``topology=None`` is `lax.psum` of f32. Topologies differ by the order of additions alone.
     """

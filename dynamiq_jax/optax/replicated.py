@@ -40,10 +40,8 @@ def all_reduce(
     """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
 
     Put it first in `optax.chain`: the norm to clip by, and the moments, are those of the mean.
-    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`.
-
-    ``init`` needs the number of workers where the method keeps a memory: call `init` of this
-    module, or ``optimizer.init`` inside the map.
+    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`. If the
+    method keeps a memory call `init` of this module, or ``optimizer.init`` inside the map.
 
     Args:
       axis_name: as for `dynamiq_jax.psum`.

@@ -60,8 +60,7 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
 
     Args:
       optimizer: one that has `all_reduce` or `sharded` in it, at any depth.
-      params: as one worker passes its gradients; every device gets all of what is made of them, but
-        for what `sharded` splits.
+      params: as one worker passes its gradients.
       mesh: that of the training step.
 
     Returns:
@@ -92,8 +91,7 @@ def _specs(opt_state: Tree) -> Tree:
 def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
-    With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own.
+    With another number of workers than before the memories of methods start anew.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -143,10 +141,7 @@ def _name(path: tuple) -> str:
 
 
 def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis if that is known, and whether a map around us has the axis.
-
-    Refuses ``what`` needs them where they are not known.
-    """
+    """Workers on every axis, if known or ``what`` needs them, and whether a map has the axis."""
     try:
         return axis_sizes(axis), True
     except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one

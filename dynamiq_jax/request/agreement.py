@@ -175,10 +175,7 @@ def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def _cut(text: str) -> str:
-    """At most `FACT_BYTES`, and a hash of all of it where more was cut off.
-
-    Objects' addresses, which differ between processes, are left out.
-    """
+    """At most `FACT_BYTES`, and a hash of all of it where more was cut off; no addresses."""
     raw = re.sub(r" at 0x[0-9a-f]+", "", text).encode()
     cut = raw[:FACT_BYTES].decode(errors="ignore")
     return cut if len(raw) <= FACT_BYTES else f"{cut}... (hash {zlib.crc32(raw):08x})"

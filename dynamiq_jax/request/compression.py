@@ -55,9 +55,7 @@ class Compression(Options):
     ``Compression(method)``.
 
     Attributes:
-      method: a method, or a function ``(path, leaf) -> method`` that chooses one for every leaf;
-        for `None` it is excluded. Paths are such as "layers/0/kernel", leaves are
-        `jax.ShapeDtypeStruct`. Default: ``DynamiQ()``.
+      method: as for `psum`, a method or a function that chooses one for every leaf.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: what moves payloads, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
@@ -183,7 +181,7 @@ class Compression(Options):
         """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
 
         Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. Of the wire
-        bits that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
+        bits per coordinate that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -229,10 +227,9 @@ class Compression(Options):
         """Makes the state that the first `reduce` of ``tree`` takes, one entry for every bucket.
 
         Under `jax.shard_map` every worker keeps its own. Inside, cast it with
-        ``jax.lax.pcast(state, axis_name, to="varying")``; only the shapes of ``tree`` count.
-        Outside, pass ``stacked=True`` and let every worker's part arise where it belongs, by
-        ``jax.jit(make, out_shardings=NamedSharding(mesh, P(axis_name)))()`` of a function that
-        calls this.
+        ``jax.lax.pcast(state, axis_name, to="varying")``. Outside, pass ``stacked=True`` and let
+        every worker's part arise where it belongs: in a function of `jax.jit` that calls this, with
+        ``out_shardings=NamedSharding(mesh, P(axis_name))``.
 
         Args:
           tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.
@@ -316,14 +313,13 @@ class Compression(Options):
     ) -> None:
         """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
 
-        A part of this is done without it. Where there are several processes, they compare their
-        first all-reduce, their first `psum_scatter` and their first `all_gather` while these are
-        traced: versions, method, topology, ``op``, ``specs``, and whether there are a key, a
-        weight, a state and metrics. A difference is an error on all of them. Other leaves or axes
-        are a warning, as processes may trace different things first; so is a process that does not
-        come within 60 seconds. Trees of scalars alone, and maps that leave some of the devices out,
-        are not compared. The environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all
-        processes, turns it off.
+        A part of this is done without it. Several processes compare their first all-reduce, their
+        first `psum_scatter` and their first `all_gather` while these are traced: versions, method,
+        topology, ``op``, ``specs``, and whether there are a key, a weight, a state and metrics. A
+        difference is an error on all of them. Other leaves or axes are a warning, as processes may
+        trace different things first; so is a process that does not come within 60 seconds. Trees of
+        scalars alone, and maps that leave some of the devices out, are not compared. The
+        environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all processes, turns it off.
 
         Args:
           tree: parameters or gradients; only names, shapes and dtypes count.

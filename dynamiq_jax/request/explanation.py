@@ -17,9 +17,6 @@ class Row:
     """One leaf.
 
     Attributes:
-      name: its path in the tree.
-      shape: its shape.
-      dtype: its dtype's name.
       bucket: the bucket it is reduced with, or `None` if it travels exactly.
       route: "compressed", or why not.
       wire_bytes: bytes one worker sends for it (its share of its bucket's).

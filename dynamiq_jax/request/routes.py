@@ -54,19 +54,13 @@ class Route:
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
     def half_bits(self, part: int, *, gather: bool = False) -> float:
-        """Wire bits per coordinate of a scatter or of a gather, of which bf16 takes 16.
-
-        Every worker has a slice of ``part`` coordinates.
-        """
+        """Wire bits per coordinate of a scatter or gather of slices of ``part``; bf16 takes 16."""
         share = (self.n_workers - 1) * part
         gathers = cast(ShardedMethod, self.method) if gather else None
         return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
 
     def half_wire_bits(self, part: int, gathers: ShardedMethod | None = None) -> tuple[int, int]:
-        """Bits that one worker sends to scatter slices of ``part``, and those on outer axes.
-
-        With a method ``gathers``: to gather such slices by it.
-        """
+        """Bits to scatter slices of ``part``, or gather them by a method; those on outer axes."""
         n, levels = self.n_workers, self.runner
         if gathers is not None:
             n_outer = n // levels.n_inner if isinstance(levels, TwoLevels) else n
@@ -175,10 +169,7 @@ class TwoLevels(Method):
         return " ".join(advice for advice in found if advice) or None
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """The sum over all axes, over the divisor, and the state of the outer reduction.
-
-        The facts are those of the outer payloads of all slices.
-        """
+        """See `Method`; state and facts are those of the outer reduction, of all slices."""
         inner, outer, state = call.axis.inner, call.axis.outer, call.state
         seeds = [fold_seed(call.seed, i) for i in range(3)]
         part = self._slice(x.shape[0])
@@ -222,10 +213,7 @@ class TwoLevels(Method):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """See `ShardedMethod`; payloads are gathered over the outer axes, then over the inner one.
-
-        The result has the bits of a gather over one level.
-        """
+        """See `ShardedMethod`: over the outer axes first, with the bits of a gather over one."""
         call = call._replace(axis=dataclasses.replace(call.axis, levels=True))
         return cast(ShardedMethod, self.method).all_gather(x, call, invarying=invarying)
 

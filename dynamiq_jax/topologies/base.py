@@ -131,15 +131,10 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
-    """How many gradients the encoding of each slot holds, by the owner of the chunk.
+    """How many gradients each slot's encoding holds, by the owner of the chunk: int32[slots, n].
 
-    What a worker would send to itself counts as none, and so does a sink, which nobody adds.
-
-    Returns:
-      int32[slots, n].
-
-    Raises:
-      ValueError: a worker sends a chunk twice or to itself, or an owner does not get all gradients.
+    What a worker would send to itself counts as none, and so does a sink, which nobody adds. It
+    refuses what is sent twice or to oneself, and an owner that does not get all gradients.
     """
     found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
     workers = np.arange(n_workers, dtype=np.int32)[:, None]
@@ -223,10 +218,7 @@ class Topology(Options, ABC):
         return self.streams_for(size, 2, 2**24)
 
     def streams_for(self, size: int, most: int, worth: int) -> int:
-        """As many as were passed; else one for every ``worth`` coordinates, ``most`` at most.
-
-        No stream is without a coordinate.
-        """
+        """The streams that were passed; else one for ``worth`` coordinates each, up to ``most``."""
         if self.streams is not None:
             return min(self.streams, max(1, size))
         return min(most, max(1, size // worth))

@@ -33,8 +33,7 @@ class Butterfly(Topology):
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """One per round, whose encodings hold 2^round gradients each, and the all-gather.
 
-        Siblings in a chunk's tree have neighbouring slots; so have the last of the tree and the
-        sink.
+        Siblings in a chunk's tree have neighbouring slots; so have the last one and the sink.
         """
         stages, first, encoders = [], 0, n_workers // 2
         while encoders:

@@ -1,13 +1,10 @@
 """Which topology `topology=None` means: a rule of facts that all workers share.
 
-1. All devices in one process, or in one NVLink domain: `Direct`, whatever their number. A ring
-   sends as many payloads of the same size, one after the other, and errs more.
-2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `Butterfly` among a
-   power of two of hosts, else `Ring`, or `Direct` beyond `MANY` hosts (`across_hosts`).
-3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. A butterfly's first
-   rounds stay among neighbours, so that on an axis that numbers its workers host by host it keeps
-   the traffic between hosts as low as a hierarchy would. So does a ring. `Direct` would send all
-   of a host's gradients off it.
+1. All devices in one process, or in one NVLink domain: `Direct`, whatever their number.
+2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `across_hosts`.
+3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. On an axis that numbers
+   its workers host by host both keep the traffic between hosts as low as a hierarchy would.
+   `Direct` would send all of a host's gradients off it.
 
 `explain` may be told of more workers than JAX has devices. JAX's devices say nothing about those:
 rules 2 and 3 serve, and `assumed` says so.
@@ -49,11 +46,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """The assumptions of `explain` about a cluster that is not this one.
-
-    Returns:
-      Words for a reason; `None` for workers that JAX's devices could be.
-    """
+    """The assumptions of `explain` about other devices than JAX's, in words; `None` of these."""
     n, here = math.prod(sizes), jax.device_count()
     if n <= here:
         return None
@@ -94,11 +87,8 @@ def with_transport(
 ) -> tuple[AnyTopology, str | None]:
     """Fills in the transport of a topology, of both levels.
 
-    Without a ``transport``, copy engines send among up to `COPYING` workers where there are
-    engines. None are known of unless the workers are JAX's devices (``here``).
-
-    Returns:
-      The topology, and the reason for its transport where engines could copy.
+    No engines are known of unless the workers are JAX's devices (``here``). Returns the topology,
+    and the reason for its transport where engines could copy.
     """
     engines = copy_engines() if here and transport is None else None
     if engines is None:

@@ -1,8 +1,7 @@
 """Direct: every worker sends its share of every chunk straight to the chunk's owner.
 
-Each gradient is encoded once and each sum once, whatever n: the least error of all topologies, and
-the fewest kernels. Every pair of workers must be able to talk at full rate, as within one NVLink
-domain.
+Whatever n, it has the least error of all topologies, and the fewest kernels. Every pair of workers
+must be able to talk at full rate, as within one NVLink domain.
 """
 
 from dataclasses import dataclass

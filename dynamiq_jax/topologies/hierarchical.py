@@ -16,8 +16,7 @@ MANY = 8
 A message costs about 15 µs between GPUs of one process (docs/performance.md); of networks that is
 assumed. The largest default bucket of f32 gradients takes 42 MB at 5 bits, 57 MB on fast links.
 Among 8 workers one payload then takes 17 µs at NVLink's 430 GB/s. Among 8 hosts of 8 GPUs it takes
-13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes. A program
-that sends them one after the other grows with the workers, too.
+13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes.
 """
 
 
@@ -25,7 +24,7 @@ def across_hosts(n_hosts: int) -> Topology:
     """The choice for workers that are alone on their hosts, or their host's share of a hierarchy.
 
     All topologies send the same bytes there. A ring's hops wait for each other, and its error grows
-    as their number, so that beyond `MANY` hosts `Direct` takes its place.
+    as their number.
     """
     if n_hosts & (n_hosts - 1) == 0:
         return Butterfly()

@@ -385,10 +385,7 @@ def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
 
 
 def _spread(told: Any, tree: Any) -> list[Any]:
-    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none.
-
-    Dicts may leave out keys.
-    """
+    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none."""
     if told is None or isinstance(told, str):
         return [told] * len(jax.tree.leaves(tree))
     if isinstance(told, Mapping) and isinstance(tree, Mapping):

@@ -226,10 +226,7 @@ class Deferred(NamedTuple):
         return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
     def _untyped(self, equation: JaxprEqn) -> list[Any]:
-        """The operand of a reshard, if it is typed as reduced over data axes and the result not.
-
-        Auto axes have no types: what a reshard to them hands back is unreduced.
-        """
+        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes."""
         if name_of(equation) != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))

@@ -33,15 +33,11 @@ def reduce_in_backward(
     """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
 
     It stands in the loss, where parameters are used. Replicated parameters are returned as they
-    are, cast to varying as ``jax.lax.pcast(params, axis_name, to="varying")`` does, and its
-    derivative is `dq.reduce`. So `jax.grad` of such a loss gives reduced gradients, and nothing is
-    to be reduced after it:
+    are, cast to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss gives
+    reduced gradients, in a scan over layers layer by layer:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
-
-    In a scan over layers the reduction is a part of the scan's backward pass: layer by layer,
-    where a reduction after `jax.grad` waits for the last of them.
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. They are gathered,
     compressed, and their gradients are scattered, compressed:
@@ -51,9 +47,9 @@ def reduce_in_backward(
             own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), shards)
             return block(dq.reduce_in_backward(own, "data", specs=P("data")), x), None
 
-    Whole parameters have the dtype of shards: cast shards to the dtype that the layer computes in,
-    or f32 takes twice the memory of bf16. With several axes leaves are gathered over those in their
-    specs, scattered over them and all-reduced over the others (HSDP).
+    Cast shards to the dtype that the layer computes in, which whole parameters then have. With
+    several axes leaves are gathered over those in their specs, scattered over them and all-reduced
+    over the others (HSDP).
 
     **Sharded updates (ZeRO-1).** With ``copies``, the whole parameters that every worker holds,
     nothing is gathered. The loss takes the copies, and ``params`` are the masters of
@@ -68,10 +64,9 @@ def reduce_in_backward(
 
     **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
     others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
-    differentiates it, which sums the gradients of other parameters, too. The derivative by
-    `jax.grad` is refused: JAX's seed is a constant, which XLA counts once for every device.
-    Parameters that are used elementwise with examples, such as a bias, JAX cannot type as reduced;
-    its error says so, and ``Compression(exclude=...)`` leaves them to JAX.
+    differentiates it. The derivative by `jax.grad` is refused: JAX's seed is a constant, which XLA
+    counts once for every device. Parameters that are used elementwise with examples, such as a
+    bias, JAX cannot type as reduced: leave them to it by ``Compression(exclude=...)``.
 
     * Inside of maps the loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad`
       is inside the map: the derivative of a loss that is averaged already has a 1 / n of its own.
@@ -139,8 +134,7 @@ def reduce_in_backward(
 class Reducer:
     """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
 
-    Leaves whose ``specs`` name the axis are shards of it, which are gathered, or of which all
-    workers have ``copies``.
+    Leaves whose ``specs`` name the axis are shards, gathered unless all workers have ``copies``.
     """
 
     def __init__(
@@ -192,10 +186,7 @@ class Reducer:
         return treedef.unflatten(next(found) if m else None for m in moves)
 
     def joined(self, reduced: Any) -> Any:
-        """A tree like the parameters, of what was reduced.
-
-        The gradient of what came in varying varies, too: in type, with the same bits everywhere.
-        """
+        """A tree like the parameters, of what was reduced; it varies, in type, where these do."""
         found = iter(jax.tree.leaves(reduced))
 
         def gradient_of(own: Any) -> Any:

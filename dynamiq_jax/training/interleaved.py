@@ -12,6 +12,13 @@ from dynamiq_jax.core.seeds import fold_seed
 from dynamiq_jax.training.in_backward import Reducer
 from dynamiq_jax.training.phases import Progress, Traced, cut
 
+LATE = 4
+"""The most reductions whose last kernels wait for the end of the backward pass.
+
+A scatter that waits holds all terms of this worker and the payloads that have arrived, which are
+more than its result.
+"""
+
 
 class Traces:
     """Traced functions, one for all arguments that look alike."""
@@ -43,7 +50,7 @@ class Pipeline:
         self._ready: list[Progress] = []
         """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
-        """Reductions that are over and have last kernels, which may run at any time."""
+        """Reductions that are over and have last kernels, which may run at any time: `LATE`."""
 
     def step(
         self,
@@ -56,8 +63,8 @@ class Pipeline:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
         Returns the reduction and the gradient of the function's input. This gradient waits for the
-        transfers beside the function, and for the kernels that make of them what is sent next, as
-        well as for the gather that is ``coming``.
+        transfers beside the function, and for the kernels that make of them what is sent next, for
+        the gather that is ``coming``, and for the last kernels of all but `LATE` reductions.
         """
         for progress in self._ready:
             progress.exchange()
@@ -68,7 +75,9 @@ class Pipeline:
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
-        return begun, hold(self._ready, gradient)
+        ended = max(len(self._done) - LATE, 0)
+        now, self._done = self._done[:ended], self._done[ended:]
+        return begun, hold([*self._ready, *now], gradient)
 
     def finish(self) -> None:
         """Runs all rounds that are left.

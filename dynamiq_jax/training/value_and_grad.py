@@ -41,29 +41,27 @@ def value_and_grad(
     """`jax.value_and_grad` for data-parallel steps; compresses the sum of the gradient's terms.
 
     **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
-    of global arrays, as it is for `jax.jit`: masks, token counts, aux, keys and closures mean what
-    they mean there. Large parameters are typed as reduced over the data axes, so that JAX leaves
-    their gradients unreduced, and one compressed collective sums these. JAX sums gradients of
-    parameters that the method does not take. JAX has no rule for some uses of reduced values, such
-    as elementwise products with examples: its error then comes with a note, and
-    ``Compression(exclude=...)`` is the remedy.
+    of global arrays, as it is for `jax.jit`. Large parameters are typed as reduced over the data
+    axes, so that JAX leaves their gradients unreduced, and one compressed collective sums these.
+    JAX sums gradients of parameters that the method does not take. JAX has no rule for some uses of
+    reduced values, such as elementwise products with examples: its error then comes with a note,
+    and ``Compression(exclude=...)`` is the remedy.
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
-    worker's examples and whole parameters, and returns a mean over these examples; ``weight`` says
-    how much they count. With ``op="sum"`` it returns a sum over them. A loss that `jax.lax.psum` or
-    `pmean` has made the same on all workers is that of all examples. Its sharding constraints
-    forget the data axes. Every worker folds its number into the PRNG keys among the arguments.
+    worker's examples and whole parameters, and returns a mean over these examples, or with
+    ``op="sum"`` a sum. A loss that `jax.lax.psum` or `pmean` has made the same on all workers is
+    that of all examples. Its sharding constraints forget the data axes. Every worker folds its
+    number into the PRNG keys among the arguments.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
     all-reduced over the other data axes (HSDP). With `Hierarchical` the last data axis scatters
     natively, in 16 bits, and the others scatter compressed what it leaves.
 
-    **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
-    holds the whole model in the parameters' dtype. A warning has the bytes where they exceed 1 GiB.
-    The remedy is `reduce_in_backward` in the layers, which gathers one layer at a time, compressed:
-    on Explicit axes with ``gather=False``; on Auto axes under `jax.shard_map`, in the place of this
-    function.
+    **Sharded parameters are gathered before the loss**, exactly and all at once; a warning has the
+    bytes where they exceed 1 GiB. The remedy is `reduce_in_backward` in the layers, which gathers
+    one layer at a time, compressed: on Explicit axes with ``gather=False``; on Auto axes under
+    `jax.shard_map`, in the place of this function.
 
     **Experts**, sharded over the data axes of an Explicit mesh, enter a `jax.shard_map` in the loss
     as shards, with ``gather=False``. Leave out its ``in_specs``, since P() refuses parameters that
@@ -81,39 +79,35 @@ def value_and_grad(
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
-      op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
-        axes a loss is of all examples, whichever it is.
+      op: what the loss is over its worker's examples, on Auto axes; it does not count on Explicit
+        ones.
       reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
         Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
         accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
         Auto axes every leaf has a leading axis of workers, sharded over the data axes.
       gather: whether sharded parameters are gathered before the loss. With `False`, for Explicit
-        axes, the loss takes their shards: it calls `reduce_in_backward` in its layers, or a
-        `jax.shard_map` takes them. A warning names large ones for which it does neither: JAX sums
-        their gradients.
+        axes, the loss takes their shards. A warning names large ones that pass neither
+        `reduce_in_backward` nor a `jax.shard_map`: JAX sums their gradients.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
-        parameters or a prefix of it. By default arrays say it outside of `jax.jit`, and on Explicit
-        axes their types. A program that is being traced does not see how its arguments are sharded
-        over automatic axes. There ``specs`` is needed if the mesh has such axes besides
-        ``axis_name``. It is also needed for parameters that are sharded over ``axis_name`` (FSDP):
-        without it every device gathers them and returns whole gradients.
+        parameters or a prefix of it. By default arrays say it outside of `jax.jit`. Inside, where
+        nobody sees it, ``specs`` is needed if the mesh has Auto axes besides ``axis_name``, and for
+        parameters that are sharded over ``axis_name`` (FSDP): without it every device gathers them
+        and returns whole gradients.
       batch_specs: how the other arguments are split over Auto data axes: a tuple of PartitionSpecs,
         or of trees of them, one for each positional argument; or a dict of them, for keywords. P()
         leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or with
         `None` in its place, arrays are split along their leading axis; scalars and keys are whole.
         Numbers, strings and `None` among the arguments are constants of the program. Frozen weights
-        that are sharded over the data axes are gathered before the loss if their spec is P(), with
-        the warning of sharded parameters. With their own spec every worker holds its shards.
-        `jax.lax.all_gather` in the layers gathers these exactly, and `all_gather` at 8 bits if the
-        mesh has no other axes.
+        that are sharded over the data axes are gathered before the loss if their spec is P(). With
+        their own spec every worker holds its shards. `jax.lax.all_gather` in the layers gathers
+        these exactly, and `all_gather` at 8 bits if the mesh has no other axes.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
         worker's examples count, such as the number of their tokens. Loss, gradients and means of
         aux are then weighted, see `reduce`.
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
         workers; nobody checks that). A dict may leave out keys. Without a word floating-point
-        scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
-        "sum"). All other leaves need a word.
+        scalars are reduced as the loss is, by ``op`` and ``weight``. All other leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -270,10 +264,7 @@ def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
 def _in_context(
     run: Callable[..., Any], mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
-    """A function of arguments: the mesh as a context, and the call of ``run`` within it.
-
-    Where nothing is traced, that is one compiled program.
-    """
+    """A function of arguments: the mesh as a context, and ``run`` in it, compiled if not traced."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -100,10 +100,10 @@ class TestStepTime:
     @pytest.mark.parametrize(
         ("arguments", "complaint"),
         [
-            (["--model", "tny"], "--model 'tny': pass one of tiny"),
+            (["--model", "tny"], "--model 'tny': choose one of tiny"),
             (["--model", "tiny", "--ways", "dynamique:5"], "method 'dynamique' is not known"),
             (["--model", "tiny", "--topology", "torus"], "topology 'torus' is not known"),
-            (["--model", "tiny", "--attention", "flash"], "pass xla or cudnn"),
+            (["--model", "tiny", "--attention", "flash"], "choose one of xla, cudnn"),
             (["--model", "tiny", "--json", __file__], "is no file of this command"),
         ],
     )

@@ -35,8 +35,7 @@ class StepTimes(NamedTuple):
 def step_times(step_ms: float, native_us: float, ours_us: float) -> StepTimes:
     """The times of a step of ``step_ms`` with bf16 psum, if the all-reduce takes ``ours_us``.
 
-    The backward pass counts as `BACKWARD` of the computation, kernels under it as free. A step
-    takes no less than its all-reduce, whatever ``step_ms`` says.
+    A step takes no less than its all-reduce, whatever ``step_ms`` says.
     """
     native, ours = native_us / 1e3, ours_us / 1e3
     step_ms = max(step_ms, native)
@@ -49,15 +48,9 @@ def step_times(step_ms: float, native_us: float, ours_us: float) -> StepTimes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """Whether compression pays, the setting to use (bf16 psum's row if not), and why in words.
+    """The row of the setting to use, bf16 psum's if compression does not pay, and why in words."""
 
-    ``saved`` is the share of a step, or of the all-reduce, that the setting saves; if that is too
-    little, the share that the fastest one does.
-    """
-
-    compress: bool
     row: SettingRow
-    saved: float
     sentences: tuple[str, ...]
 
     @property
@@ -85,7 +78,7 @@ def decide(
     native, *ours = rows
     if not ours:
         said = (f"Do not bother: everything would travel natively ({reason}).",)
-        return Advice(compress=False, row=native, saved=0.0, sentences=said)
+        return Advice(row=native, sentences=said)
     rest_us = 0.0 if step_ms is None else max(1e3 * step_ms - native.time_us, 0.0)
     what = "all-reduce" if step_ms is None else "step"
 
@@ -101,7 +94,7 @@ def decide(
             gain = f"is slower than bf16 psum ({_speedup(fastest, native)})"
         verdict = [f"Do not bother: the fastest setting, {fastest.label}, {gain}."]
         verdict += [] if step_ms is None else _step_sentences(step_ms, native, fastest)
-        return Advice(compress=False, row=native, saved=saved(fastest), sentences=tuple(verdict))
+        return Advice(row=native, sentences=tuple(verdict))
     ladder = [
         _best([row for row in pool if row.bits == bits])
         for bits in sorted({row.bits for row in pool}, reverse=True)
@@ -125,7 +118,7 @@ def decide(
             f"bf16 psum {_ms(native.p10_us)} to {_ms(native.p90_us)}): measure again on a quiet "
             "machine, with more --repeats."
         )
-    return Advice(compress=True, row=chosen, saved=saved(chosen), sentences=tuple(sentences))
+    return Advice(row=chosen, sentences=tuple(sentences))
 
 
 def check(rows: Sequence[SettingRow]) -> str:

@@ -1,10 +1,7 @@
 """All-reduce benchmark: compressed methods against warmed native `lax.psum`.
 
-One bf16 leaf per device, in the manner of nccl-tests. What is timed is one compiled program of
-`jax.jit(jax.shard_map(...))` that all-reduces the same leaf several times in a row (see
-`timing.repeat_on_device`), so a time is device time and not dispatch, also at small sizes. The
-contenders of one size are timed in turn within every round. Error and replica agreement of what
-the timed program returns are computed once, outside the timing.
+One bf16 leaf per device, in the manner of nccl-tests, is timed as `timing` says. Error and replica
+agreement of what the timed program returns are computed once, outside the timing.
 
 Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
 
@@ -15,7 +12,7 @@ Terms (nccl-tests' own; n workers, leaf of s bytes, time t):
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any
 
@@ -29,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
-from dynamiq_jax.commands.bench.timing import TimedRow, compile_calls, repeat_on_device, time_calls
+from dynamiq_jax.commands.bench.timing import Timing, compile_calls, repeat_on_device, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.xla import compiled_by, compiler_options, jit
@@ -44,7 +41,7 @@ BLOCK = 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AllReduceRow(TimedRow):
+class AllReduceRow(Timing):
     """One line of the report; bandwidths in GB/s (10^9), ratios and vNMSE without unit."""
 
     size_bytes: int
@@ -124,18 +121,14 @@ def bench_all_reduce(
                     iterations=counts["iterations"],
                     backend=contender.backend,
                     transport=payloads_by(contender.topology, mesh.devices.shape),
-                    **timing._asdict(),
+                    **asdict(timing),
                 )
             )
     return rows
 
 
 def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
-    """One axis, or two if there are several nodes.
-
-    Raises:
-      ValueError: the devices are not so many equal nodes.
-    """
+    """One axis, or two if there are several nodes; refuses nodes that are not equal."""
     if len(devices) % nodes:
         raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
     shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
@@ -144,10 +137,7 @@ def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
 
 
 def heavy_tailed_gradients(mesh: Mesh, coords: int) -> jax.Array:
-    """Test data ``bf16[n, coords]``, row i on worker i, different on every worker.
-
-    The paper's mixture: magnitudes of `BLOCK` neighbours are heavy-tailed and the same for all.
-    """
+    """The paper's mixture ``bf16[n, coords]``, row i on worker i, different on every worker."""
 
     @partial(jax.jit, out_shardings=NamedSharding(mesh, PartitionSpec(mesh.axis_names)))
     def draw() -> jax.Array:
@@ -181,8 +171,8 @@ def quality_program(
 ) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
     """The function (data, result) -> (vNMSE of the worst worker, coordinates that differ).
 
-    ``data`` is bf16[n, coords], row i on worker i; ``result`` is every worker's own, see
-    `replicas_of`. A program that also computed the result could take replicas for equal.
+    Both are bf16[n, coords], row i on worker i: see `replicas_of`. A program that also computed the
+    result could take replicas for equal.
     """
     axes = mesh.axis_names
 

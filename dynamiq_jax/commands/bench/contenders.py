@@ -13,16 +13,13 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
-from dynamiq_jax.comparators.native import MatrixMethod
+from dynamiq_jax.comparators.native import MatrixMethod, NativeMethod
 from dynamiq_jax.core.xla import known
 from pallas_kernels import resolve_backend
 
 
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
-    """A method whose ``bits`` are those of a code or index; scales or sums take more.
-
-    The method itself refuses bits that are not an integer.
-    """
+    """A method whose ``bits`` are those of a code or index; it refuses what is not an integer."""
     if bits is not None:
         options["bits"] = int(bits) if bits == int(bits) else bits
     return method(**options)
@@ -89,19 +86,9 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
-would otherwise leave to native psum. "dynamiq-dither" decodes with the encoders' noise.
-"dynamiq-planned" has a plan over links of any kind, "dynamiq-even" over none. In
-"dynamiq-mse" squared error alone decides on widths; "dynamiq-paper" is the paper's configuration,
-in which it does so, too. "flash" is Flash Communication's min-max quantisation, rounded to nearest,
-"minmax" the same rounded at random; "qsgd" is Global-QSGD. "topk-chunked" is OmniReduce with chunks
-of 64. "powersgd" has rank 4. "bf16" and "f32" sum uncompressed over the topology. "dynamiq-ef14"
-and the like are error feedback around DynamiQ, "marsit" sums signs: here their memory is empty, as
-in a first step."""
-
-NATIVE = (
-    "thc", "omnireduce", "topk-chunked", "perm-k", "clt-k", "sidco", "powersgd", "arc-top-k",
-)  # fmt: skip
-"""The methods among these that have native collectives only."""
+would otherwise leave to native psum. "dynamiq-planned" has a plan over links of any kind,
+"dynamiq-even" over none. "flash" is Flash Communication's min-max quantisation. Methods with memory
+begin with an empty one, as in a first step."""
 
 MAX_COORDS = 2**31 - 1
 """Coordinates of the largest leaf that is measured."""
@@ -212,7 +199,7 @@ def parse_topology(text: str, nodes: int | None = None) -> Any:
 
 def native_only(text: str) -> bool:
     """Whether the method called ``text`` has native collectives only, whatever the topology."""
-    return text.strip().partition(":")[0].removesuffix("-memory") in NATIVE
+    return isinstance(make_method(text), NativeMethod)
 
 
 def parts(text: str) -> list[str]:
@@ -220,12 +207,13 @@ def parts(text: str) -> list[str]:
     return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
-def bits_of(text: str) -> float:
-    """Wire bits per coordinate; the method says which it takes.
+def parse_bits(text: str) -> list[float]:
+    """The wire bits per coordinate of DynamiQ, comma-separated."""
+    return [dq.DynamiQ(bits=bits_of(part)).bits for part in parts(text)]
 
-    Raises:
-      ValueError: not a finite number.
-    """
+
+def bits_of(text: str) -> float:
+    """Wire bits per coordinate; refuses what is not a finite number."""
     try:
         bits = float(text)
     except ValueError:
@@ -255,7 +243,7 @@ def make_method(
 def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
-    topology = None if native_only(text) else topology
+    topology = None if isinstance(method, NativeMethod) else topology
     request = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
     matrices = isinstance(method, MatrixMethod)
 

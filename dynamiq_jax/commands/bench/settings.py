@@ -6,7 +6,7 @@ natively here, too.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -14,26 +14,15 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench.all_reduce import (
-    heavy_tailed_gradients,
-    payloads_by,
-    repetitions,
-    timed_program,
-)
-from dynamiq_jax.commands.bench.contenders import (
-    TOPOLOGIES,
-    Contender,
-    bits_of,
-    parts,
-    uncompressed,
-)
-from dynamiq_jax.commands.bench.timing import TimedRow, compile_calls, time_calls
+from dynamiq_jax.commands.bench import all_reduce
+from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompressed
+from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
 from dynamiq_jax.core.xla import compiled_by, compiler_options
 from dynamiq_jax.request.compression import AnyTopology, Explanation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SettingRow(TimedRow):
+class SettingRow(Timing):
     """The all-reduce of a tree in one setting.
 
     Attributes:
@@ -66,11 +55,6 @@ class SettingRow(TimedRow):
         method: Any = self.setting.method
         dither = " with dither" if method.dither else ""
         return f"DynamiQ at {self.bits:g} bits{dither} over {type(self.setting.topology).__name__}"
-
-
-def parse_bits(text: str) -> list[float]:
-    """Comma-separated wire bits per coordinate."""
-    return [dq.DynamiQ(bits=bits_of(part)).bits for part in parts(text)]
 
 
 def suiting_topologies(sizes: tuple[int, ...]) -> list[str]:
@@ -133,8 +117,7 @@ def bench_settings(
 ) -> list[SettingRow]:
     """Times the all-reduce of a tree by native bf16 psum, leaf by leaf, and in all settings.
 
-    Leaves are floating and not empty. Where workers belong to several processes, all of these call
-    this function alike. The first row is that of bf16 psum.
+    All processes of the workers call this function alike. The first row is that of bf16 psum.
     """
     sizes, leaves = mesh.devices.shape, list(leaves)
     options = compiler_options()  # of timed programs
@@ -147,8 +130,8 @@ def bench_settings(
     contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
-    counts = repetitions(size_bytes, mesh.devices.flat[0].platform)
-    programs = [timed_program(mesh, c, counts["iterations"]) for c in contenders]
+    counts = all_reduce.repetitions(size_bytes, mesh.devices.flat[0].platform)
+    programs = [all_reduce.timed_program(mesh, c, counts["iterations"]) for c in contenders]
     timings = time_calls(compile_calls(programs, data), repeats=repeats, **counts)
     coords = sum(x.size for x in leaves)
     rows = [
@@ -157,7 +140,7 @@ def bench_settings(
             wire_bytes=psum.wire_bytes(coords, sizes),
             compressed=0.0,
             transport="xla",
-            **timings[0]._asdict(),
+            **asdict(timings[0]),
         )
     ]
     for setting, timing in zip(chosen, timings[1:], strict=True):
@@ -170,8 +153,8 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=payloads_by(setting.topology, sizes),
-                **timing._asdict(),
+                transport=all_reduce.payloads_by(setting.topology, sizes),
+                **asdict(timing),
             )
         )
     return rows
@@ -179,7 +162,7 @@ def bench_settings(
 
 def _gradients(mesh: Mesh, leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
     """Leaves [n, *shape], row i on worker i: each has the first of the largest one's numbers."""
-    flat = heavy_tailed_gradients(mesh, max(x.size for x in leaves))
+    flat = all_reduce.heavy_tailed_gradients(mesh, max(x.size for x in leaves))
     rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
 
     @partial(jax.jit, out_shardings=rows)

@@ -17,18 +17,14 @@ from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
 
-TEXTS = (
-    "method", "kernel", "topology", "backend", "worst leaf", "setting",
-    "payloads by",
-)  # fmt: skip
-"""Titles of columns that are aligned to the left."""
-
 
 class Column(NamedTuple):
     """A column of the table: its title, with the unit, and the text of a row's cell."""
 
     title: str
     cell: Callable[[Any], str]
+    is_text: bool = False
+    """Whether it is aligned to the left."""
 
 
 TIME_COLUMNS = (
@@ -38,20 +34,20 @@ TIME_COLUMNS = (
 
 ALL_REDUCE_COLUMNS = (
     Column("size", lambda r: format_size(r.size_bytes)),
-    Column("method", lambda r: r.method),
+    Column("method", lambda r: r.method, True),
     *TIME_COLUMNS,
     Column("busbw GB/s", lambda r: f"{r.busbw_gb_per_s:.3g}"),
     Column("wire GB/s", lambda r: f"{r.wire_gb_per_s:.3g}"),
     Column("speedup", lambda r: f"{r.speedup:.2f}x"),
     Column("vNMSE", lambda r: f"{r.vnmse:.2e}"),
     Column("#wrong", lambda r: str(r.wrong)),
-    Column("backend", lambda r: r.backend),
-    Column("payloads by", lambda r: r.transport),
+    Column("backend", lambda r: r.backend, True),
+    Column("payloads by", lambda r: r.transport, True),
 )
 
 ERROR_COLUMNS = (
-    Column("method", lambda r: r.method),
-    Column("topology", lambda r: r.topology),
+    Column("method", lambda r: r.method, True),
+    Column("topology", lambda r: r.topology, True),
     Column("workers", lambda r: str(r.n_workers)),
     Column("bits/coordinate", lambda r: f"{r.bits_per_coord:.3f}"),
     Column("vNMSE", lambda r: f"{r.vnmse:.3e}"),
@@ -63,20 +59,20 @@ LEAF_COLUMNS = (
         "worst leaf's error",
         lambda r: "-" if r.worst_leaf_error is None else f"{r.worst_leaf_error:.3e}",
     ),
-    Column("worst leaf", lambda r: r.worst_leaf or "-"),
+    Column("worst leaf", lambda r: r.worst_leaf or "-", True),
 )
 
 
 def setting_columns(native_us: float) -> list[Column]:
     """The columns of a table of settings beside native psum, which takes ``native_us``."""
     return [
-        Column("setting", lambda r: r.label),
+        Column("setting", lambda r: r.label, True),
         *TIME_COLUMNS,
         Column("speedup", lambda r: f"{native_us / r.time_us:.2f}x"),
         Column("wire MB", lambda r: f"{r.wire_bytes / 1e6:,.4g}"),
         Column("compressed", lambda r: f"{r.compressed:.0%}"),
         Column("error", lambda r: f"{r.relative_error:.2g}" if r.relative_error else "-"),
-        Column("payloads by", lambda r: r.transport),
+        Column("payloads by", lambda r: r.transport, True),
     ]
 
 
@@ -130,7 +126,7 @@ def report(
         console = Console(width=1000)  # wide enough for every column
     table = Table(box=None, pad_edge=False)
     for column in columns:
-        justify = "left" if column.title in TEXTS else "right"
+        justify = "left" if column.is_text else "right"
         table.add_column(column.title, justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*(Text(printable(column.cell(row))) for column in columns))

@@ -1,14 +1,10 @@
 """Host-clock timing of device work: warm up, interleave, report median and spread.
 
-Device work is asynchronous, so a sample is the time from the first dispatch until
-`jax.block_until_ready` returns. A sample covers several iterations of the work, which makes the
-cost of dispatching it small against the work itself. The iterations are either
-
-* inside one compiled program (`repeat_on_device`), for work that is shorter than its dispatch, or
-* back-to-back calls that are waited for once (`in_flight`), for work that is longer.
-
-Programs that are compared are timed in turn within every round, so that a drift of clocks or of
-the machine's load meets all of them alike.
+A sample is the time from the first dispatch until `jax.block_until_ready` returns. It covers
+several iterations, so that dispatching costs little: inside one compiled program
+(`repeat_on_device`) of work that is shorter than its dispatch, else of calls that are waited for
+once (`in_flight`). Programs that are compared are timed in turn within every round, so that a drift
+of clocks or of the machine's load meets all of them alike.
 """
 
 import os
@@ -17,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,17 +25,12 @@ UNROLLED = 8
 """Iterations that follow each other in a program without a loop."""
 
 
-class Timing(NamedTuple):
-    """Time of one iteration in microseconds: the median and the 10th and 90th percentile."""
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Time of one iteration in microseconds: the median and the 10th and 90th percentile.
 
-    time_us: float
-    p10_us: float
-    p90_us: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimedRow:
-    """A row of a report that has a `Timing`."""
+    Rows of reports derive from it.
+    """
 
     time_us: float
     p10_us: float
@@ -75,8 +66,7 @@ def time_calls(
     """Times functions against each other, one sample of each per round.
 
     A call dispatches ``iterations`` of the work and returns arrays of it; ``in_flight`` calls are
-    waited for together. Returns the time of one iteration for each function. The first of the
-    untimed rounds compiles. A count below 1 is refused.
+    waited for together. Returns the time of one iteration for each function.
     """
     for name, count in (("repeats", repeats), ("iterations", iterations), ("in_flight", in_flight)):
         if count < 1:
@@ -100,12 +90,11 @@ def time_calls(
 
 
 def repeat_on_device(work: Callable[[Any], Any], iterations: int) -> Callable[[Any], Any]:
-    """Returns a function that does `work(x)` a fixed number of times, one after the other.
+    """A function that does ``work`` so many times, from a tree of arrays to a tree like it.
 
-    ``work`` takes a tree of arrays, none of them empty, and returns a tree like it. Nought times
-    one number of each result is added to one number of the next input, in place, leaf by leaf: the
-    compiler can neither hoist the work out of the loop nor merge two iterations. The first input is
-    copied once. Several iterations are unrolled, since XLA may copy what a loop carries.
+    Nought times one number of each result is added to one number of the next input, in place, leaf
+    by leaf: the compiler can neither hoist the work out of the loop nor merge two iterations.
+    Several iterations are unrolled, since XLA may copy what a loop carries.
     """
 
     def tied(x: jax.Array, previous: jax.Array) -> jax.Array:

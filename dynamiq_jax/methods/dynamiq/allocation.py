@@ -103,16 +103,9 @@ def allocate(
     floor: Floor,
     balance: float | None,
 ) -> Allocation:
-    """Floors, widths and bits of all stages.
+    """Floors, widths and bits of all stages, for ``bits`` per coordinate of payloads on average.
 
-    Args:
-      stages: what is sent, and what each stage adds to the error.
-      fmt: the wire format but for its widths.
-      bits: payload bits per coordinate, on average over all that is sent.
-      widths: those that a tile may get; `None` takes the floors, one below them, and even widths
-        above.
-      floor: the least width; see `Floor`.
-      balance: `Topology.balance`.
+    Without ``widths`` a tile may get the floors, one below them, and even widths above.
     """
     step = 2 if floor is None else 1  # a floor may have any width
     candidates = widths or tuple(range(NARROWEST_FLOOR, widest_floor(fmt.levels) + 1, step))

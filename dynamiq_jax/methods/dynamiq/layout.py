@@ -201,7 +201,7 @@ def make_layout(
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
     layout = dataclasses.replace(layout, payload_words=words)
     if not planned:
-        used = {int(w) for stage in range(len(words)) for w in layout.widths(stage)}
+        used = {int(w) for stage in range(len(words)) for w in np.unique(layout.widths(stage))}
         fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
         layout = dataclasses.replace(layout, fmt=fmt)
     return layout

@@ -315,10 +315,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         )
 
     def gather_layout(self, size: int, n_workers: int) -> Layout:
-        """Static sizes of an all-gather of ``size`` coordinates from each worker.
-
-        Nothing is encoded twice there, so that no rounding has others to be correlated with.
-        """
+        """Static sizes of an all-gather; its roundings, one of each value, are independent."""
         layout = self.layout(size, n_workers, Direct(), "all_gather")
         fmt = dataclasses.replace(layout.fmt, rounding="independent")
         return dataclasses.replace(layout, fmt=fmt)
@@ -367,7 +364,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         return PayloadFacts(error, coords_by_width(shared.plan, layout))
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
+        """See `ShardedMethod`."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
         self.warn(call, "reduce_scatter")
@@ -387,10 +384,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """All workers' ``x``, each encoded once by itself; the same bits on all workers.
-
-        With ``invarying`` JAX counts the result as replicated.
-        """
+        """See `ShardedMethod`; each worker's ``x`` is encoded once by itself."""
         size, n, axis = x.shape[0], call.n_workers, call.axis
         self.warn(call._replace(topology=Direct()), "all_gather")
         layout = self.gather_layout(size, n)

@@ -59,12 +59,10 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
 def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     """In what order tiles are widened: all to the floor, then where most error is removed.
 
-    It depends on no data: a tile's energy is one of `ENERGY_LEVELS` levels below the largest, and
-    the gain of an upgrade at a level is that level's energy times the upgrade's gain.
-
-    Returns:
-      int32[E + 1, U], one row for each state, which is one upgrade of one level further than the
-      last: how many levels, those of most energy, have each upgrade by then.
+    A tile's energy is one of `ENERGY_LEVELS` levels below the largest, and the gain of an upgrade
+    at a level is that level's energy times the upgrade's gain. Returns int32[E + 1, U], one row for
+    each state, which is one upgrade of one level further than the last: how many levels, those of
+    most energy, have each upgrade by then.
     """
     _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(ENERGY_LEVELS)
@@ -89,11 +87,9 @@ def upgrades_of(
 ) -> tuple[np.ndarray, Upgrades]:
     """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
 
-    All are padded to equal lengths, and the last state comes twice.
-
-    ``payload_words`` are the F budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all
-    tiles get before any gets more; where the payload is too small for that, those of least energy
-    do without. `None` is the narrowest width of ``fmt``.
+    All are padded to equal lengths, and the last state comes twice. ``payload_words`` are the F
+    budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all tiles get before any gets
+    more, where the payload is large enough. `None` is the narrowest width of ``fmt``.
     """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
@@ -142,8 +138,7 @@ def make_plan(
 def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
     """One worker's message of a layout without a plan: some coordinates' squares and values, bf16.
 
-    They are the first coordinates of some super-groups. The seed of the rounding and the energy of
-    the gradient follow from them.
+    The seed of the rounding and the energy of the gradient follow from them.
     """
     x = x[:: layout.sample_step * layout.super_group_size].astype(jnp.float32)
     return jnp.stack([x * x, x]).astype(jnp.bfloat16)
@@ -161,7 +156,7 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
         widths = layout.widths(stage)
-        words = np.array([layout.fmt.tile_words(int(w)) for w in widths])
+        words = np.array([layout.fmt.tile_words(w) for w in range(17)])[widths]
         records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
         tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
