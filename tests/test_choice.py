@@ -49,13 +49,6 @@ def hosts(monkeypatch):
     return pretend
 
 
-def test_one_process_goes_direct():
-    topology, reason = rule.automatic((8,))
-    assert topology == dq.Direct()
-    assert "one process" in reason
-    assert rule.automatic((2, 4))[0] == dq.Direct()
-
-
 @pytest.mark.parametrize(
     ("found", "one_domain"),
     [
