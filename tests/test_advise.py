@@ -5,12 +5,13 @@ import json
 import os
 import re
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_llm
+import train_multihost
 import typer
 from processes import coordinator, outputs
 from test_cli import plain, ran, run
@@ -21,11 +22,6 @@ from dynamiq_jax.commands.bench import all_reduce, settings, timing
 from dynamiq_jax.commands.bench.advice import check, decide, step_times
 from dynamiq_jax.commands.bench.settings import SettingRow
 from dynamiq_jax.commands.model_tree import floating_leaves, load_model_tree, save_model_tree
-
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
-
-import train_llm
-import train_multihost
 
 ERRORS = {5: 0.018, 4: 0.078, 3.5: 0.17}
 """About those of `Direct` among 8 workers."""

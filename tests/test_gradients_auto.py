@@ -64,17 +64,21 @@ def plain(loss):
 
 @pytest.mark.parametrize("argnums", [(0, 3), 3, -1])
 def test_arguments_are_those_of_jax_value_and_grad(argnums):
-    """Parameters anywhere among the arguments; a flag, a scalar and a tree that stays whole."""
+    """Parameters anywhere among the arguments; a flag, a scalar and a tree that stays whole.
+
+    Outside of `jax.jit` they may be numbers of Python, doubles of NumPy and absent.
+    """
     params, batch = arrays()
-    frozen = {"table": np.linspace(0.0, 1.0, 48, dtype=np.float32).reshape(3, 16)}
+    frozen = {"table": np.linspace(0.0, 1.0, 48).reshape(3, 16), "absent": None}
 
     def own(up, frozen, batch, down, *, scale, doubled):
         assert isinstance(doubled, bool)
-        assert frozen["table"].shape == (3, 16)
-        found = loss({"up": up, "down": down}, batch) + jnp.sum(frozen["table"]) * scale
+        assert frozen["table"].shape == (3, 16) and frozen["absent"] is None
+        params = {"up": up, "down": down["w"] * down["scale"]}
+        found = loss(params, batch) + jnp.sum(frozen["table"]) * scale
         return found * 2 if doubled else found
 
-    args = params["up"], frozen, batch, params["down"]
+    args = params["up"], frozen, batch, {"w": params["down"], "scale": 2.0}
     kwargs = {"scale": np.float32(0.1), "doubled": True}
     expected = jax.value_and_grad(own, argnums)(*args, **kwargs)
     specs = (P(), None) if isinstance(argnums, tuple) else (P(), P(), None)
@@ -82,22 +86,6 @@ def test_arguments_are_those_of_jax_value_and_grad(argnums):
     assert_close(f(*args, **kwargs), expected)
     with_flag = functools.partial(f, doubled=True)
     assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
-
-
-def test_outside_of_jit_arguments_may_be_numbers_numpy_and_absent():
-    f = dq.value_and_grad(
-        lambda params, x, absent: (params["scale"] * jnp.mean(x @ params["w"]), {"none": absent}),
-        mesh=mesh_of(8),
-        axis_name="data",
-        has_aux=True,
-    )
-    params = {"scale": 2.0, "w": np.arange(4, dtype=np.float32)}
-    for key in (None, jax.random.key(0)):
-        (loss, aux), grads = f(params, np.ones((16, 4)), None, key=key)
-        assert float(loss) == 12.0
-        assert aux == {"none": None}
-        assert float(grads["scale"]) == 6.0
-        np.testing.assert_array_equal(grads["w"], np.full(4, 2.0, np.float32))
 
 
 def test_keys_are_each_workers_own_unless_told():

@@ -63,9 +63,10 @@ def on_auto(**specs):
     jax.make_jaxpr(dq.value_and_grad(loss, mesh=auto_mesh(), **specs, **OPTIONS))(W, X)
 
 
-def on_explicit():
+def on_explicit(loss=loss, axes=(), **options):
     with jax.set_mesh(EXPLICIT):
-        jax.make_jaxpr(dq.value_and_grad(loss, **OPTIONS))(W, jax.reshard(X, P("data")))
+        f = dq.value_and_grad(loss, **options, **OPTIONS)
+        jax.make_jaxpr(f)(jax.reshard(W, P(*axes)), jax.reshard(X, P("data")))
 
 
 def pipeline():
@@ -86,12 +87,8 @@ def sharded_updates():
 
 
 def fsdp_on_explicit():
-    def layers(w, x):
-        return loss(dq.reduce_in_backward(w, **OPTIONS), x)
-
-    with jax.set_mesh(EXPLICIT):
-        f = dq.value_and_grad(layers, gather=False, **OPTIONS)
-        jax.make_jaxpr(f)(*(jax.reshard(x, P("data")) for x in (W, X)))
+    layers = lambda w, x: loss(dq.reduce_in_backward(w, **OPTIONS), x)
+    on_explicit(layers, ["data"], gather=False)
 
 
 WAYS = {

@@ -135,7 +135,6 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
 
 
 def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
-    """After `jax.grad` they are outside of any loop."""
     collectives = re.compile(r"= \S+ (all-to-all|all-gather|all-reduce)")
     method = as_compression(CHEAP, dq.Direct())
 
@@ -150,13 +149,6 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
 
     within, outside = counts(jax.grad(partial(model, each=in_backward(method=method))))
     assert within >= 2 and outside == 0
-
-    def after(layers, x):
-        own = jax.grad(model)(lax.pcast(layers, "data", to="varying"), x)
-        return dq.pmean(own, "data", method=method)
-
-    within, outside = counts(after)
-    assert within == 0 and outside >= 2
 
 
 @jax.tree_util.register_dataclass
@@ -467,13 +459,6 @@ def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
         return jax.jit(f, compiler_options=options), placed(mesh, specs, axes)
 
 
-def penalised(layers, x, each):
-    """Gradients of which some parts come from constants alone."""
-    w = each({name: own[0] for name, own in layers.items()})
-    loss = checkpointed(layers, x, each)
-    return loss * (1 + 0.01 * jnp.sum(w["kernel"])) + 0.01 * jnp.sum(jnp.tanh(w["kernel"]))
-
-
 def penalty_in_scan(layers, x, each):
     def step(carry, w):
         x, total = carry
@@ -491,7 +476,7 @@ def unused(layers, x, each):
 
 
 LOSSES = {
-    "scan": checkpointed, "loop": partial(model, scanned=False), "penalised": penalised,
+    "scan": checkpointed, "loop": partial(model, scanned=False),
     "penalty in scan": penalty_in_scan, "unused": unused,
 }  # fmt: skip
 
@@ -499,7 +484,7 @@ LOSSES = {
 TYPES = [*((name, "rows") for name in LOSSES), ("scan", "columns"), ("scan", "hsdp")]
 
 
-@pytest.mark.parametrize(("name", "layout"), daily(TYPES, [TYPES[i] for i in (1, 3, 4, 6)]))
+@pytest.mark.parametrize(("name", "layout"), daily(TYPES, [TYPES[i] for i in (1, 2, 3, 5)]))
 def test_explicit_gradients_are_those_of_one_device(name, layout):
     """Compiled as users do: optimisations move types of unreduced values to constants."""
     f, args = explicit(LOSSES[name], *LAYOUTS[layout], gather=dq.F32(), options=AS_USERS)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from asserts import assert_replicas_equal
+from asserts import assert_copies_equal, assert_replicas_equal, sum_error
 from cases import EVERY_METHOD, first_state
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,6 +27,7 @@ TOPOLOGIES = {
     "butterfly, two streams": dq.Butterfly(streams=2), "direct": dq.Direct(),
     "direct, three streams": dq.Direct(streams=3), "ring, permutes": dq.Ring(transport="permutes"),
     "direct, permutes": dq.Direct(transport="permutes", streams=2),
+    "two axes": dq.Hierarchical(), "two axes, direct": dq.Hierarchical(inner=dq.Direct()),
 }  # fmt: skip
 
 
@@ -44,34 +45,31 @@ def _gradients(mesh, dtype=jnp.float32):
     return jax.device_put(x, NamedSharding(mesh, P(mesh.axis_names)))
 
 
-def _error(result, x):
-    exact = np.asarray(x, np.float64).sum(0)
-    return ((np.asarray(result, np.float64) - exact) ** 2).sum() / (exact**2).sum()
-
-
-def _assert_equal_replicas(out, n):
-    copies = [np.asarray(shard.data) for shard in out.addressable_shards]
-    assert len(copies) == n
-    for copy in copies[1:]:
-        np.testing.assert_array_equal(copy.view(np.uint8), copies[0].view(np.uint8))
-
-
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_replicas_are_equal_and_accurate(topology, dtype):
-    mesh = _mesh()
+    """Those of a sum, and of its halves."""
+    two_levels = isinstance(topology, dq.Hierarchical)
+    mesh = _mesh(lambda n: (2, n // 2), ("node", "gpu")) if two_levels else _mesh()
     if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
         pytest.skip(f"{mesh.size} GPUs are no power of two")
-    x = _gradients(mesh, dtype)
+    x, axes = _gradients(mesh, dtype), mesh.axis_names
+    permutes = not two_levels and topology.transport == "permutes"
 
-    @(dq.jit if topology.transport == "permutes" else jax.jit)
-    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
+    @(dq.jit if permutes else jax.jit)
+    @jax.shard_map(mesh=mesh, in_specs=P(axes), out_specs=(P(), P(axes), P(axes)))
     def reduce(x):
-        return dq.psum(x[0], "data", method=METHOD, topology=topology)
+        options = {"method": METHOD, "topology": topology}
+        own = dq.psum_scatter(x[0], axes, tiled=True, **options)
+        gathered = dq.all_gather(own, axes, tiled=True, method=METHOD)[None]
+        return dq.psum(x[0], axes, **options), own, gathered
 
-    out = reduce(x)
-    _assert_equal_replicas(out, mesh.size)
-    assert 1e-6 < _error(out, x) < 6e-3
+    out, own, gathered = reduce(x)
+    assert_copies_equal(out)
+    assert_replicas_equal(gathered)
+    assert 1e-6 < sum_error(out, x) < 6e-3
+    assert 1e-7 < sum_error(own, x) < 6e-3
+    assert 1e-7 < sum_error(gathered[0], np.asarray(own)[None]) < 6e-3
 
 
 @pytest.mark.parametrize("super_groups", [2**14, 2**13 + 48])
@@ -136,43 +134,7 @@ def test_every_method_through_nccl(name, route):
     total, state = reduce(x, state)
     total, state = reduce(x, state)
     assert_replicas_equal(total)
-    assert _error(total[0], x) < 3 * row.error * mesh.size / 4
-
-
-@pytest.mark.parametrize("inner", [None, dq.Direct()], ids=["native", "direct"])
-def test_two_axes(inner):
-    mesh = _mesh(lambda n: (2, n // 2), ("node", "gpu"))
-    x = _gradients(mesh)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
-    def reduce(x):
-        topology = dq.Hierarchical(inner=inner)
-        return dq.psum(x[0], ("node", "gpu"), method=METHOD, topology=topology)
-
-    out = reduce(x)
-    _assert_equal_replicas(out, mesh.size)
-    assert 1e-6 < _error(out, x) < 6e-3
-
-
-@pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
-def test_halves(topology):
-    mesh = _mesh()
-    if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):
-        pytest.skip(f"{mesh.size} GPUs are no power of two")
-    x = _gradients(mesh)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=(P("data"), P("data")))
-    def reduce(x):
-        own = dq.psum_scatter(x[0], "data", tiled=True, method=METHOD, topology=topology)
-        return own, dq.all_gather(own, "data", tiled=True, method=METHOD)[None]
-
-    own, gathered = reduce(x)
-    assert 1e-7 < _error(own, x) < 6e-3
-    gathered = np.asarray(gathered)
-    np.testing.assert_array_equal(gathered, np.broadcast_to(gathered[:1], gathered.shape))
-    assert 1e-7 < _error(gathered[0], np.asarray(own)[None]) < 6e-3
+    assert sum_error(total[0], x) < 3 * row.error * mesh.size / 4
 
 
 def test_no_temporary_of_the_size_of_the_gradient():
@@ -245,7 +207,7 @@ def test_pushed_payloads_give_the_bits_of_other_transports(options, size, check_
                 assert np.linalg.norm(a - b) < 0.3 * np.linalg.norm(a)
     total = found["push"][0]
     np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
-    assert 1e-6 < _error(total[0], x) < 1e-1
+    assert 1e-6 < sum_error(total[0], x) < 1e-1
 
 
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])

@@ -15,30 +15,12 @@ import numpy as np
 import optax
 import pytest
 import scipy.linalg
-from cases import (
-    EVERY_METHOD,
-    LOOP,
-    OVER,
-    TOPOLOGIES,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    bias,
-    first_state,
-    gradient,
-    loss_fn,
-    low,
-    mesh_of,
-    problem,
-    put,
-    relative_error,
-    small,
-    stepper,
-    vmapped,
-)
+from asserts import assert_replicas_equal, assert_same_bits, bias, relative_error
+from cases import EVERY_METHOD, LOOP, OVER, TOPOLOGIES, first_state, low, small, stepper, vmapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
+from workers import auto_mesh, gradient, loss_fn, mesh_of, problem, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
