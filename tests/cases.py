@@ -103,11 +103,6 @@ METHODS = {
 }  # fmt: skip
 DAILY = ("default", "no_plan", "paper", "dither", "all_widths", "bf16_scales")
 """The formats that daily tests draw; a release draws all."""
-UNBIASED = [
-    name
-    for name, request in METHODS.items()
-    if 0 not in (request.method.widths or ()) and request.method.rounding == "independent"
-]
 
 NATIVE: dict[str, Any] = {"native": None}
 OVER: dict[str, Any] = {"ring": LOOP, "butterfly": dq.Butterfly(balance=0.0), "direct": dq.Direct()}
@@ -185,17 +180,6 @@ EVERY_METHOD = {
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
-
-
-def _first_of_each_kind() -> list[str]:
-    kinds: dict[str, str] = {}
-    for name, row in EVERY_METHOD.items():
-        kinds.setdefault(name if "dynamiq" in name else type(row.method.method).__name__, name)
-    return list(kinds.values())
-
-
-ONE_OF_A_KIND = _first_of_each_kind()
-"""All rows of DynamiQ, and one of every other class."""
 
 
 def daily(values, keep) -> list:

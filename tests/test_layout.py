@@ -13,11 +13,6 @@ from pallas_kernels import TILE_ROWS, WireFormat
 NAMED = {"ring": dq.Ring(), "butterfly": dq.Butterfly(), "direct": dq.Direct()}
 
 
-def share(n):
-    """Coordinates that a bandwidth-optimal all-reduce passes through a worker, for each of d."""
-    return 2 * (n - 1) / n
-
-
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 16384, 16385, 10**6])
 @pytest.mark.parametrize("n", [2, 3, 8, 64])
@@ -98,17 +93,14 @@ def test_balance_moves_bits_between_stages_within_the_budget(name, balance, n):
     sent = sum(stage.sent for stage in stages)
     mean = sum(o * stage.sent for o, stage in zip(offsets, stages, strict=True)) / sent
     assert mean == pytest.approx(0, abs=1e-12)
-    budget = 5 * share(n) * size
+    budget = 5 * 2 * (n - 1) / n * size
     assert 0.99 * budget < layout.wire_bits <= budget
     coords = size / layout.chunks
     per_coord = [32 * words / coords for words in layout.payload_words]
-    least, most = (tile * 32 / (8 * 256) for tile in (TILE_WORDS[2], TILE_WORDS[8]))
+    least, most = (layout.fmt.tile_words(w) * 32 / (8 * 256) for w in (2, 8))
     if all(least + 0.1 < bits < most - 0.1 for bits in per_coord):
         for i, bits in enumerate(per_coord):
             assert bits - per_coord[-1] == pytest.approx(offsets[i] - offsets[-1], abs=0.01)
     order = sorted(range(len(stages)), key=lambda i: offsets[i])
     ranked = [layout.payload_words[i] for i in order]
     assert ranked == sorted(ranked)
-
-
-TILE_WORDS = {w: WireFormat().tile_words(w) for w in (2, 8)}

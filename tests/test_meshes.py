@@ -15,7 +15,6 @@ from cases import (
     daily,
     gradient,
     put,
-    relative_error,
     small,
 )
 from hlo import crossing_bytes
@@ -109,25 +108,6 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     assert_close(found, {name: x.mean(axis=0) for name, x in inputs().items()}, rtol=1e-5)
 
 
-def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
-    methods = {"columns": DYNAMIQ.method, "rows": DYNAMIQ.method, "norm": EXACT.method}
-
-    def one(tree):
-        options = {"method": small(lambda path, leaf: methods.get(path)), "topology": dq.Direct()}
-        options |= {"specs": SPECS | {"ones": P("model")}, "axis_index_groups": [[0, 2], [3, 1]]}
-        found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
-        return jax.tree.map(lambda x: x[None], found)
-
-    run = over_data(mesh_of(), one, check_vma=False, out_specs=P("data"))
-    assert moved(run, placed(mesh_of())) == 0
-    found = jax.device_get(run(placed(mesh_of())))
-    assert np.all(found.pop("ones") == 2)
-    for name, x in inputs().items():
-        assert_same_bits(found[name][:2], found[name][2:])
-        error = relative_error(found[name], (x + np.roll(x, 2, axis=0)).astype(np.float64))
-        assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ.method else error < 1e-12
-
-
 @functools.cache
 def expected():
     """The result of each device along the model axis, from meshes of a data axis alone."""
@@ -176,25 +156,6 @@ def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told)
         assert_each_as_alone(mapped(tree))
     else:  # nobody tells copies from shards
         assert_copies_equal(mapped(tree))
-
-
-@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
-def test_derivatives_are_those_of_the_exact_mean(kind):
-    mesh = mesh_of(kind)
-
-    def gradient_of(pmean):
-        def loss(tree):
-            total = pmean(jax.tree.map(jnp.square, tree))
-            return sum(jnp.sum(leaf * jnp.square(leaf)) for leaf in total.values())
-
-        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))(placed(mesh))
-
-    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
-    with jax.set_mesh(mesh):
-        found = gradient_of(functools.partial(dq.pmean, **options))
-        exact = gradient_of(lambda t: lax.pmean(t, "data"))
-    assert all(np.any(np.asarray(leaf) != 0) for leaf in exact.values())
-    assert_close(found, exact)
 
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------

@@ -110,33 +110,6 @@ def test_rounds_of_an_all_reduce(topology, count):
     np.testing.assert_array_equal(found, expected)
 
 
-def test_what_only_shapes_the_result_is_left_to_it():
-    """A caller's operations take what the last kernels have written, not parts of it."""
-
-    def function(x):
-        total = 2 * lax.psum(x, "data")
-        lax.slice(jnp.sin(total), (0,), (2,))  # part of nothing
-        first, rest = lax.slice(total, (0,), (4,)), lax.slice(total.reshape(1, 6), (0, 4), (1, 6))
-        return first.reshape(2, 2), lax.squeeze(rest, (0,)), x[1:]
-
-    def run(x):
-        progress = Progress.start(trace(function, x), x)
-        progress.compute()
-        progress.exchange()
-        progress.compute()
-        (whole,) = progress.ready
-        assert whole.shape == (6,)
-        progress.ready = [whole + 1]
-        return progress.result
-
-    x = jnp.arange(N * 6, dtype=jnp.float32).reshape(N, 6)
-    square, rest, own = jax.jit(jax.vmap(run, axis_name="data"))(x)
-    whole = 2 * np.sum(x, axis=0) + 1
-    np.testing.assert_array_equal(square, np.broadcast_to(whole[:4].reshape(2, 2), (N, 2, 2)))
-    np.testing.assert_array_equal(rest, np.broadcast_to(whole[4:], (N, 2)))
-    np.testing.assert_array_equal(own, x[:, 1:])
-
-
 def test_runs_of_one_function_share_what_they_compute():
     """Each further run adds calls alone, whatever is computed between its collectives."""
 

@@ -22,20 +22,14 @@ NO_KEY = np.uint32(0)
 WIDTH_SETS = [(2, 4, 8), (0, 2, 3, 5, 16), (1, 4), (3,), tuple(range(17))]
 
 
-def assigned_tiles(level, payload_words, fmt, floor=None):
-    """The tiles of one chunk whose levels are ``level``."""
-    taken, upgrades = upgrades_of(fmt, level.size, (payload_words,), (floor,))
-    (tiles,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
-    return tiles[0]
-
-
 @functools.partial(jax.jit, static_argnames=("payload_words", "fmt", "floor"))
 def assigned(energy, payload_words, fmt, floor=None):
     """Widths of tiles of these energies, which the plan sorts first; checks their offsets."""
     order = jnp.argsort(-energy, stable=True)
     level = steps_below(energy[order], octave_end(energy))
-    tiles = assigned_tiles(level, payload_words, fmt, floor)
-    offset, width = unpack_tiles(tiles)
+    taken, upgrades = upgrades_of(fmt, level.size, (payload_words,), (floor,))
+    (tiles,) = reference.widened(level[None], jnp.asarray(taken), upgrades, 1)
+    offset, width = unpack_tiles(tiles[0])
     words = jnp.asarray([fmt.tile_words(w) for w in range(17)])[width]
     width = jnp.where(jnp.all(offset == jnp.cumsum(words) - words), width, -1)
     return jnp.zeros_like(width).at[order].set(width)
@@ -239,20 +233,6 @@ def test_energy_is_what_the_mean_leaves():
     widths = np.asarray(widths_of(plan, 0))
     np.testing.assert_array_equal(widths[::2], 2)
     np.testing.assert_array_equal(widths[1::2], 4)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_poisoned_super_groups(bad):
-    method, n, rows = dq.DynamiQ(), 2, 32
-    clean = statistics(n, rows)
-    stats = clean.at[0, 5].set(bad).at[1, 5].set(bad).at[0, 17].set(jnp.nan)
-    plan = planned(stats, NO_KEY, method, rows * 256, n)
-    expected = np.isin(np.arange(rows), [5, 17])
-    np.testing.assert_array_equal(np.isnan(plan.mean_sum), expected)
-    assert np.all(np.isfinite(plan.mean))
-    np.testing.assert_array_equal(plan.mean[expected], 0.0)
-    np.testing.assert_array_equal(plan.mean_sum[~expected], (plan.mean * n)[~expected])
-    np.testing.assert_array_equal(np.sort(plan.order, axis=None), np.arange(rows))
 
 
 def test_messages_are_finite_exactly_where_the_gradient_is():

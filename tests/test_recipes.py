@@ -1,4 +1,4 @@
-"""Every block of Python in the README, the quickstart, the FAQ and the recipes runs as pasted.
+"""Every block of Python in the README, the quickstart, the FAQ, recipes and islands runs as pasted.
 
 Recipes run after the first block of their page; the blocks of other pages one after the other.
 """
@@ -128,6 +128,37 @@ def test_faq(execute, capsys):
     found = execute("".join(blocks("docs/faq.md")), "faq.md")
     assert close(np.asarray(found["first"][0]), np.asarray(found["x"]).mean(0))
     assert "exact" in capsys.readouterr().out
+
+
+EXPERTS, ISLANDS = blocks("docs/experts-and-islands.md")
+
+
+@pytest.mark.release
+def test_experts(execute):
+    """Gradients through our exchange, against those through JAX's own."""
+    ours = 'partial(dq.all_to_all, axis_name="data", tiled=True, method=method)'
+    assert EXPERTS.count(ours) == 1
+    exact = 'partial(jax.lax.all_to_all, axis_name="data", tiled=True)'
+    codes = EXPERTS, EXPERTS.replace(ours, exact)
+    compressed, exact = (execute(code, "experts-and-islands.md")["grads"] for code in codes)
+    for name in ("experts", "router"):
+        assert 1e-6 < float(vnmse(*map(np.asarray, (compressed[name], exact[name])))) < 1e-3
+
+
+@pytest.mark.release
+def test_islands(execute):
+    """Outer steps of two islands, the second of them without one."""
+    found = execute(ISLANDS, "experts-and-islands.md")
+    params, state, step = (found[name] for name in ("params", "state", "outer_step"))
+    rate, momentum, velocity, expected = 0.7, 0.6, 0.2, 1 - 0.7 * 1.6 * 0.2
+    assert float(params["up"].mean()) == pytest.approx(expected, abs=0.01)
+    local = jax.tree.map(lambda x: np.stack([x - 0.1, x * np.nan]), params)
+    params, state = step(params, state, local, np.array([3, 0], np.float32))
+    velocity = momentum * velocity + 0.1
+    expected -= rate * (momentum * velocity + 0.1)
+    for x in jax.tree.leaves(params):
+        assert float(x.mean()) == pytest.approx(expected, abs=0.01)
+    assert alike(params)
 
 
 def test_at_most_three_lines_change_and_every_recipe_has_a_test():

@@ -240,19 +240,3 @@ def test_what_cannot_be_is_refused(change, complaint):
 def test_an_axis_that_is_not_mapped_is_refused():
     with pytest.raises(NameError, match="data.*call sequential under"):
         dq.sequential(*model(3), "data")
-
-
-def test_it_has_no_second_derivatives():
-    functions, params, tokens = model(3)
-
-    def curvature(params, x):
-        first = jax.grad(lambda p: dq.sequential(functions, p, x, "data", method=EXACT))
-        return jax.grad(lambda p: jnp.sum(first(p)[1]["kernel"]))(params)
-
-    def of_replicated_input(params, x):
-        run = lambda p: dq.sequential([block], [p], (jnp.ones((6, DIM)), x), "data")[0].sum()
-        return jax.grad(lambda p: jnp.sum(jax.grad(run)(p)["kernel"]))(params[1])
-
-    for second in (curvature, of_replicated_input):
-        with pytest.raises(NotImplementedError, match="sequential has derivatives of the first"):
-            mapped(second)(params, tokens)

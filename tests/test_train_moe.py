@@ -1,11 +1,9 @@
 """The example of experts: its layer against a loop over tokens, training, and what travels."""
 
-import os
 import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,7 +11,7 @@ import optax
 import pytest
 import train_llm
 import train_moe
-from cases import auto_mesh, relative_error
+from cases import auto_mesh
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, make_run, sequences
@@ -95,21 +93,3 @@ def test_the_example_trains_and_compares(capsys):
     assert float(whole) == pytest.approx(4 * 2 * size * 7 / 8 * 4 / 1e6, rel=5e-3)
     assert float(sent) == pytest.approx(float(whole) * 8.34 / 32, rel=0.02)
     assert len(Path(train_moe.__file__).read_text().splitlines()) <= 160
-
-
-@pytest.mark.release
-def test_the_block_of_the_page_exchanges_and_differentiates(monkeypatch):
-    """Against the same block with JAX's own exchange."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the block sets it
-    page = (Path(__file__).parents[1] / "docs" / "experts-and-islands.md").read_text()
-    part = page.split("## Experts")[1].split("## Islands")[0]
-    (code,) = re.findall(r"^```python\n(.*?)^```$", part, re.S | re.M)
-    ours = 'partial(dq.all_to_all, axis_name="data", tiled=True, method=method)'
-    assert code.count(ours) == 1
-    found: list[dict[str, Any]] = [{}, {}]
-    for names, how in zip(found, (ours, "partial(jax.lax.all_to_all, **HOW)"), strict=True):
-        names["HOW"] = train_moe.HOW
-        exec(compile(code.replace(ours, how), "experts-and-islands.md", "exec"), names)
-    compressed, exact = (names["grads"] for names in found)
-    for name in ("experts", "router"):
-        assert 1e-6 < relative_error(compressed[name], exact[name]) < 1e-3

@@ -194,13 +194,3 @@ def test_nothing_moves_for_one_worker():
     hlo, asked = lower(dq.psum, TREE, (1,), low(dq.DynamiQ()))
     assert sum(moved_bits(hlo, asked, 1).values()) == 0
     assert wire_bits(low(dq.DynamiQ()))(TREE, 1) == 0
-
-
-def test_parser_reads_groups_by_axes():
-    line = "%a = f32[9] all-reduce(%b), replica_groups=mesh['node'=2,'gpu'=4] {'AXES'}"
-    assert groups_of(line.replace("AXES", "gpu")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert groups_of(line.replace("AXES", "node")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    assert groups_of(line.replace("AXES", "node','gpu")) == [[*range(8)]]
-    pairs = line.replace("'AXES'", "'gpu':(2)2")
-    assert groups_of(pairs) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert groups_of(line.replace("'AXES'", "'gpu':(1)2")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
