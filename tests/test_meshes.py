@@ -176,45 +176,14 @@ def test_buckets_of_different_axes_are_told_apart():
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
     assert found.wire_bytes == pytest.approx(48 * coords / 8)
-
-
-def two_steps(tree, state, specs):
-    """The second of two steps with error feedback, and the state after it."""
-    tree, state = own_of((tree, state))
-    for _ in range(2):
-        mean, state, _ = dq.reduce(tree, "data", method=MEMORY, state=state, specs=specs)
-    return mean, jax.tree.map(lambda x: x[None], state)
-
-
-@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
-def test_states_are_those_of_every_part(kind):
-    mesh = mesh_of(kind)
-    init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)
-
-    def mapped(mesh, specs, **options):
-        maps = {"mesh": mesh, "in_specs": P("data"), "out_specs": (P(), P("data"))} | options
-        return jax.jit(jax.shard_map(functools.partial(two_steps, specs=specs), **maps))
-
-    def alone(number, names):
-        own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
-        state = init(abstract({name: x.shape[1:] for name, x in own.items()}))
-        return jax.device_get(mapped(auto_mesh(N), None)(own, state))
-
-    state = put(init(abstract(SHAPES), mesh=mesh, specs=SPECS), mesh, P("data"))
-    with jax.set_mesh(mesh):
-        run = mapped(mesh, SPECS, axis_names={"data"})
-        found, after = jax.device_get(run(placed(mesh), state))
-        with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
-            run.trace(placed(mesh), init(abstract(SHAPES)))
-    split, whole = (of_bucket.residual for of_bucket in after)
-    assert split.shape == state[0].residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
-    assert whole.shape == state[1].residual.shape == (N, 700 + 300)
-    for number in range(PARTS):
-        mean, (of_part,) = alone(number, ("columns", "rows"))
-        assert np.any(of_part.residual != 0)
-        assert_same_bits(split[:, number], of_part.residual)
-        for name in mean:
-            assert_same_bits(part_of(name, found[name], number), mean[name])
+    init = functools.partial(as_compression(MEMORY).init_state, tree, N)
+    split, whole = init(mesh=mesh_of(), specs=SPECS, stacked=True)
+    assert split.residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
+    assert whole.residual.shape == (N, 700 + 300)
+    options = {"method": MEMORY, "specs": SPECS, "state": init()}
+    mapped = over_data(mesh_of(), lambda t: dq.reduce(t, "data", **options).tree)
+    with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
+        mapped.trace(placed(mesh_of()))
 
 
 def test_metrics_are_those_of_all_parts():

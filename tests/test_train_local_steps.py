@@ -60,13 +60,6 @@ def programs(run, method, differences):
     return copy, state, *train_local_steps.make_programs(run, outer, state)
 
 
-def on_devices(tree):
-    """Replicated arrays as every device holds them, with a leading axis."""
-    return jax.tree.map(
-        lambda x: np.stack([np.asarray(s.data) for s in x.addressable_shards]), tree
-    )
-
-
 def spoiled(params, weights):
     """Replaces the parameters of workers that are away by NaN."""
     nan = np.where(weights > 0, 0, np.nan).astype(np.float32)
@@ -86,7 +79,8 @@ def trained(method, differences):
         own = spoiled(own[0], weights), own[1]
         before = jax.device_get(own)
         copy, state, own = outer_step(copy, state, own, run.shard(weights))
-        after = on_devices(copy), *jax.device_get((own[0], state.masters))
+        shards = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), copy)
+        after = shards, *jax.device_get((own[0], state.masters))
         rounds.append(Round(*before, *after, float(np.mean(losses))))
     return first, rounds
 

@@ -16,24 +16,19 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, make_run, sequences
 
-N, STEPS = 8, 6
+N = 8
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 CONFIG = replace(CONFIG, seq_len=64)
-EXACT_MEAN = partial(jax.lax.pmean, axis_name="data")
-
-
-def programs(exchange, mean, n_experts=N):
-    """A run, and what the example makes for it."""
-    run = make_run(model=CONFIG, recipe=train_llm.Recipe(STEPS, 2, 1e-2, 1))
-    layer = partial(train_moe.Experts, n_experts=n_experts, capacity=1.25)
-    return run, *train_moe.make_programs(run, layer, exchange, mean)
 
 
 def test_a_step_follows_the_gradient_of_the_mean_loss(monkeypatch):
     """Two experts on each worker; the gradient is JAX's through the map of the exact loss."""
     monkeypatch.setattr(train_moe, "BALANCE", 0.0)
     monkeypatch.setattr(train_llm, "make_optimizer", lambda *args: optax.sgd(1.0))
-    run, init, step, loss = programs(train_moe.EXACT, EXACT_MEAN, 2 * N)
+    run = make_run(model=CONFIG, recipe=train_llm.Recipe(6, 2, 1e-2, 1))
+    layer = partial(train_moe.Experts, n_experts=2 * N, capacity=1.25)
+    mean = partial(jax.lax.pmean, axis_name="data")
+    init, step, loss = train_moe.make_programs(run, layer, train_moe.EXACT, mean)
     tokens, state = run.shard(sequences(CONFIG)), init(jax.random.key(0))
     start = jax.device_get(state[0])
     expected = jax.device_get(jax.jit(jax.grad(loss))(state[0], tokens))
