@@ -188,9 +188,3 @@ def test_halves_over_two_levels_move_what_the_route_says(name):
         assert abs(promised[0] - sum(moved.values()) / n) <= 1
         assert abs(promised[1] - crossing / n) <= 1
         assert 0 < promised[1] < 5.7 * part
-
-
-def test_nothing_moves_for_one_worker():
-    hlo, asked = lower(dq.psum, TREE, (1,), low(dq.DynamiQ()))
-    assert sum(moved_bits(hlo, asked, 1).values()) == 0
-    assert wire_bits(low(dq.DynamiQ()))(TREE, 1) == 0
