@@ -13,7 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
-CORE := golden format hashing reference plan layout schedules psum_trees metrics weight optax
+CORE := golden format hashing reference plan schedules psum_trees metrics weight optax
 
 .PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu clean
 .DELETE_ON_ERROR:

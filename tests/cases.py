@@ -97,11 +97,6 @@ METHODS = {
 }  # fmt: skip
 DAILY = ("default", "no_plan", "paper", "dither", "all_widths", "bf16_scales")
 """The formats that daily tests draw; a release draws all."""
-UNBIASED = [
-    name
-    for name, request in METHODS.items()
-    if 0 not in (request.method.widths or ()) and request.method.rounding == "independent"
-]
 
 NATIVE: dict[str, Any] = {"native": None}
 OVER: dict[str, Any] = {"ring": LOOP, "butterfly": dq.Butterfly(balance=0.0), "direct": dq.Direct()}

@@ -37,11 +37,10 @@ FORMATS = {
 
 
 class Chunk:
-    """One tile of each of ``widths``, in one chunk, for encoders of three slots."""
+    """One tile of each width of a format, in one chunk, for the second encoder of three."""
 
-    def __init__(self, fmt: WireFormat, widths=None):
-        self.fmt = fmt
-        self.widths = np.array(fmt.widths if widths is None else widths)
+    def __init__(self, fmt: WireFormat):
+        self.fmt, self.widths = fmt, np.array(fmt.widths)
         self.words = [fmt.tile_words(w) for w in self.widths]
         self.offsets = np.cumsum(self.words) - self.words
         self.tiles = jnp.asarray(pk.pack_tiles(self.offsets, self.widths), jnp.int32)[None]
@@ -50,20 +49,11 @@ class Chunk:
         self.order = jnp.arange(self.rows, dtype=jnp.int32)[None]
         self.payload_words = sum(self.words)
 
-    def noise(self, seed, slot=1):
-        return slot_noise(seed, 3, self.fmt.rounding)[slot]
+    def noise(self, seed):
+        return slot_noise(seed, 3, self.fmt.rounding)[1]
 
-    def encode(self, x, mean, seed, slot=1):
-        source, chunks = pk.Source(x, mean, self.order), jnp.zeros(1, jnp.int32)
-        return pk.compress(source, chunks, self.target(seed, slot), fmt=self.fmt)
-
-    def decode(self, payload, mean, seed, slot=1):
-        chunks, result = jnp.zeros(1, jnp.int32), self.result(mean)
-        noise = self.noise(seed, slot)[None]
-        return pk.decompress(payload, self.tiles, chunks, result, noise, fmt=self.fmt).reshape(-1)
-
-    def target(self, seed, slot=1):
-        return pk.Target(self.tiles, self.noise(seed, slot), self.payload_words)
+    def target(self, seed):
+        return pk.Target(self.tiles, self.noise(seed), self.payload_words)
 
     def result(self, mean_sum, **others):
         return pk.Result(mean_sum, self.order, self.rows, jnp.float32, **others)
@@ -71,10 +61,14 @@ class Chunk:
     @functools.cached_property
     def round_trip(self):
         """jit of (x, mean, seed) -> (payload, decoded)."""
+        fmt, chunks = self.fmt, jnp.zeros(1, jnp.int32)
 
         def run(x, mean, seed):
-            payload = self.encode(x, mean, seed)
-            return payload, self.decode(payload, mean, seed)
+            source, result = pk.Source(x, mean, self.order), self.result(mean)
+            payload = pk.compress(source, chunks, self.target(seed), fmt=fmt)
+            noise = self.noise(seed)[None]
+            decoded = pk.decompress(payload, self.tiles, chunks, result, noise, fmt=fmt)
+            return payload, decoded.reshape(-1)
 
         return jax.jit(run, compiler_options=SOME)
 

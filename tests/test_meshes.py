@@ -15,7 +15,6 @@ from cases import (
     daily,
     gradient,
     put,
-    relative_error,
     small,
 )
 from hlo import crossing_bytes
@@ -109,25 +108,6 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     assert_close(found, {name: x.mean(axis=0) for name, x in inputs().items()}, rtol=1e-5)
 
 
-def test_pairs_of_workers_reduce_their_shards_by_methods_of_the_paths():
-    methods = {"columns": DYNAMIQ.method, "rows": DYNAMIQ.method, "norm": EXACT.method}
-
-    def one(tree):
-        options = {"method": small(lambda path, leaf: methods.get(path)), "topology": dq.Direct()}
-        options |= {"specs": SPECS | {"ones": P("model")}, "axis_index_groups": [[0, 2], [3, 1]]}
-        found = dq.psum(tree | {"ones": np.ones(6000, np.float32)}, "data", **options)
-        return jax.tree.map(lambda x: x[None], found)
-
-    run = over_data(mesh_of(), one, check_vma=False, out_specs=P("data"))
-    assert moved(run, placed(mesh_of())) == 0
-    found = jax.device_get(run(placed(mesh_of())))
-    assert np.all(found.pop("ones") == 2)
-    for name, x in inputs().items():
-        assert_same_bits(found[name][:2], found[name][2:])
-        error = relative_error(found[name], (x + np.roll(x, 2, axis=0)).astype(np.float64))
-        assert 1e-6 < error < 0.01 if methods.get(name) == DYNAMIQ.method else error < 1e-12
-
-
 @functools.cache
 def expected():
     """The result of each device along the model axis, from meshes of a data axis alone."""
@@ -178,25 +158,6 @@ def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told)
         assert_copies_equal(mapped(tree))
 
 
-@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
-def test_derivatives_are_those_of_the_exact_mean(kind):
-    mesh = mesh_of(kind)
-
-    def gradient_of(pmean):
-        def loss(tree):
-            total = pmean(jax.tree.map(jnp.square, tree))
-            return sum(jnp.sum(leaf * jnp.square(leaf)) for leaf in total.values())
-
-        return over_data(mesh, lambda t: lax.pmean(jax.grad(loss)(t), "data"))(placed(mesh))
-
-    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
-    with jax.set_mesh(mesh):
-        found = gradient_of(functools.partial(dq.pmean, **options))
-        exact = gradient_of(lambda t: lax.pmean(t, "data"))
-    assert all(np.any(np.asarray(leaf) != 0) for leaf in exact.values())
-    assert_close(found, exact)
-
-
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
@@ -215,45 +176,14 @@ def test_buckets_of_different_axes_are_told_apart():
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
     assert found.wire_bytes == pytest.approx(48 * coords / 8)
-
-
-def two_steps(tree, state, specs):
-    """The second of two steps with error feedback, and the state after it."""
-    tree, state = own_of((tree, state))
-    for _ in range(2):
-        mean, state, _ = dq.reduce(tree, "data", method=MEMORY, state=state, specs=specs)
-    return mean, jax.tree.map(lambda x: x[None], state)
-
-
-@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
-def test_states_are_those_of_every_part(kind):
-    mesh = mesh_of(kind)
-    init = functools.partial(as_compression(MEMORY).init_state, n_workers=N, stacked=True)
-
-    def mapped(mesh, specs, **options):
-        maps = {"mesh": mesh, "in_specs": P("data"), "out_specs": (P(), P("data"))} | options
-        return jax.jit(jax.shard_map(functools.partial(two_steps, specs=specs), **maps))
-
-    def alone(number, names):
-        own = {name: np.stack([part_of(name, x, number) for x in inputs()[name]]) for name in names}
-        state = init(abstract({name: x.shape[1:] for name, x in own.items()}))
-        return jax.device_get(mapped(auto_mesh(N), None)(own, state))
-
-    state = put(init(abstract(SHAPES), mesh=mesh, specs=SPECS), mesh, P("data"))
-    with jax.set_mesh(mesh):
-        run = mapped(mesh, SPECS, axis_names={"data"})
-        found, after = jax.device_get(run(placed(mesh), state))
-        with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
-            run.trace(placed(mesh), init(abstract(SHAPES)))
-    split, whole = (of_bucket.residual for of_bucket in after)
-    assert split.shape == state[0].residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
-    assert whole.shape == state[1].residual.shape == (N, 700 + 300)
-    for number in range(PARTS):
-        mean, (of_part,) = alone(number, ("columns", "rows"))
-        assert np.any(of_part.residual != 0)
-        assert_same_bits(split[:, number], of_part.residual)
-        for name in mean:
-            assert_same_bits(part_of(name, found[name], number), mean[name])
+    init = functools.partial(as_compression(MEMORY).init_state, tree, N)
+    split, whole = init(mesh=mesh_of(), specs=SPECS, stacked=True)
+    assert split.residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
+    assert whole.residual.shape == (N, 700 + 300)
+    options = {"method": MEMORY, "specs": SPECS, "state": init()}
+    mapped = over_data(mesh_of(), lambda t: dq.reduce(t, "data", **options).tree)
+    with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
+        mapped.trace(placed(mesh_of()))
 
 
 def test_metrics_are_those_of_all_parts():

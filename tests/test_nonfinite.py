@@ -30,7 +30,13 @@ ROWS = EVERY_METHOD | {
     f"format {name}": Row(METHODS[name], {"ring": LOOP}, 256, 0.1)
     for name in ("mean", "geometric", "bf16_scales", "all_widths")
 }
-CASES = [(name, route) for name, row in ROWS.items() for route in row.routes]
+ON_ALL_ROUTES = ("dynamiq", "dynamiq, no plan", "bf16", "mxfp8", "minmax")
+"""One of each way to find what is not finite; of the others each is on one route."""
+CASES = [
+    (name, route)
+    for name, row in ROWS.items()
+    for route in (row.routes if name in ON_ALL_ROUTES else [*row.routes][:1])
+]
 KEY = jax.random.key(1)
 MAX = np.finfo(np.float32).max
 

@@ -1,6 +1,5 @@
 """Programs that would do something else than their authors expect say so while they are traced."""
 
-import warnings
 from functools import partial
 
 import jax
@@ -41,18 +40,6 @@ class TestLeavesThatAreEqualEverywhere:
             traced(run, {"b": SMALL, "w": LARGE})
         told = str(w[0].message)
         assert "4 times the mean" in told and "dq.value_and_grad" in told and "pcast" in told
-
-    def test_an_optax_chain_warns_too(self):
-        import dynamiq_jax.optax
-
-        def run(params, x):
-            grads = jax.grad(lambda p: jnp.sum(p) * x[0])(params)
-            rule = dynamiq_jax.optax.all_reduce("data", method=CHEAP)
-            return as_varying(rule.update(grads, rule.init(params), params)[0])
-
-        rows = jax.ShapeDtypeStruct((N,), jnp.float32)
-        with pytest.warns(UserWarning, match="4 times the mean"):
-            traced(run, LARGE, rows, in_specs=(P(), P("data")))
 
     def test_small_ones_and_one_worker_do_not(self):
         run = partial(dq.pmean, axis_name="data", method=CHEAP)
@@ -129,9 +116,3 @@ class TestKeysThatDiffer:
         options = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
         mapped = jax.shard_map(run, mesh=mesh_of(N, 2), check_vma=check_vma, **options)
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((N, 80000), jnp.float32))
-
-
-def test_warnings_are_silenced_as_all_are():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        traced(lambda x: as_varying(dq.pmean(x, "data", method=CHEAP)), LARGE)

@@ -76,14 +76,6 @@ def test_a_bucket_does_not_depend_on_others_and_equal_ones_are_rounded_different
     assert np.mean(np.asarray(both["a"]) != np.asarray(both["b"])) > least
 
 
-def test_python_numbers_and_unmapped_values():
-    """As with lax.psum, a constant is summed once per worker."""
-    result = jax.vmap(lambda x: dq.psum((x, 2.5, 3), "data"), axis_name="data")(jnp.arange(4.0))
-    np.testing.assert_array_equal(result[0], [6.0] * 4)
-    np.testing.assert_array_equal(result[1], [10.0] * 4)
-    np.testing.assert_array_equal(result[2], [12] * 4)
-
-
 @pytest.mark.parametrize("mapped", [False, True])
 def test_parts_are_joined_alike_on_gpus(monkeypatch, mapped):
     parts = [jnp.arange(6.0).reshape(2, 3), jnp.zeros((2, 0)), -jnp.ones((2, 4))]

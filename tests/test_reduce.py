@@ -13,7 +13,6 @@ from cases import (
     assert_same_bits,
     auto_mesh,
     daily,
-    first_state,
     gradient,
     mesh_of,
     relative_error,
@@ -155,32 +154,6 @@ def test_a_stacked_state_is_every_workers():
     assert as_compression(dq.DynamiQ()).init_state(x, mesh.size) == ((),)
 
 
-def test_value_and_grad_takes_and_returns_state_and_metrics():
-    """As `dq.reduce` inside a map of one's own does, in one program outside of jit."""
-    mesh, method = auto_mesh(N), small(dq.ErrorFeedback(dq.comparators.MXFP8()))
-    topology, x = ROUTES["ring"], gradient(5, N, SIZE)
-    loss = lambda w, x: jnp.sum(w * x[0])  # its gradient is the worker's row
-    options = {"mesh": mesh, "axis_name": "data", "method": as_compression(method, topology)}
-    step = dq.value_and_grad(loss, metrics=True, **options)
-    state = as_compression(method, topology).init_state(W, N, stacked=True)
-    expected = first_state(method, x, N, topology)
-    run = reducer(method, topology, op="mean", metrics=True)
-    for key in jax.random.split(KEY, 2):
-        value, found = step(W, x, key=key, state=state)
-        own = run(x, key, expected)
-        state, expected = found.state, own.state
-        assert value == 0
-        np.testing.assert_allclose(found.tree, own.tree[0], rtol=0, atol=1e-5)
-        np.testing.assert_allclose(state[0].residual, expected[0].residual, rtol=0, atol=1e-4)
-        assert found.metrics.norm == pytest.approx(float(own.metrics.norm[0]), rel=1e-3)
-    with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 4 workers.*stacked=True"):
-        step(W, x, state=(jnp.zeros((3, SIZE)),))
-    plain = dq.value_and_grad(loss, metrics=True, **options | {"method": dq.F32()})
-    value, found = plain(W, x)
-    assert found.state is None
-    np.testing.assert_allclose(found.tree, x.mean(axis=0), rtol=1e-5, atol=1e-6)
-
-
 def test_states_that_do_not_fit_are_refused_with_both_shapes():
     method, x = small(dq.ErrorFeedback(dq.DynamiQ())), jnp.ones((2, 8192))
     init, thc = method.init_state, small(dq.ErrorFeedback(dq.comparators.THC()))
@@ -188,3 +161,7 @@ def test_states_that_do_not_fit_are_refused_with_both_shapes():
         one = functools.partial(dq.reduce, axis_name="data", method=method, state=state)
         with pytest.raises(ValueError, match=r"state has leaves of shapes .* keeps \[\(8192,\)\]"):
             jax.vmap(one, axis_name="data")(x)
+    options = {"mesh": auto_mesh(2), "axis_name": "data", "method": method}
+    step = dq.value_and_grad(lambda w, x: jnp.sum(w * x[0]), **options)
+    with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 2 workers.*stacked=True"):
+        step(x[0], x, state=(jnp.zeros((3, 8192)),))

@@ -1,4 +1,4 @@
-"""The codec on one chunk: payloads as specified, exact where the format can be, hops as fused."""
+"""The codec on one chunk: payloads as specified, exact where the format can be."""
 
 import functools
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import assert_refused, daily
-from chunks import FORMATS, Chunk, chunk_of, normal
+from chunks import chunk_of, normal
 
 import pallas_kernels as pk
 from pallas_kernels import TILE_ROWS
@@ -127,48 +127,6 @@ def test_values_on_levels_come_back_exactly(name):
     mean = jnp.zeros((chunk.rows,))
     _, decoded = chunk.round_trip(x, mean, jnp.array([7, 8], jnp.uint32))
     np.testing.assert_array_equal(decoded, x)
-
-
-@pytest.mark.parametrize("name", daily(["default", "dither"], ["dither"]))
-def test_inputs_of_a_hop_are_added_one_after_another(name):
-    """Several payloads in one input, inputs with tiles of their own, and one payload left out."""
-    fmt = FORMATS[name]
-    wide, narrow = Chunk(fmt, widths=(16, 9, 7)), Chunk(fmt, widths=(3, 5, 8))
-    seed, chunks = jnp.array([4, 2], jnp.uint32), jnp.zeros(1, jnp.int32)
-    x, mean = normal(wide, seed=9)
-    zero, start = jnp.zeros_like(mean), jnp.int32(0)
-    others = [normal(wide, seed=20 + i)[0] for i in range(5)]
-
-    @functools.partial(jax.jit, static_argnames="divisor")
-    def total(inputs, x, mean, mean_sum, divisor=1):
-        source = pk.Source(x, mean, wide.order)
-        result = wide.result(mean_sum, divisor=divisor, start=start)
-        return pk.decompress_accumulate(inputs, source, chunks, result, fmt=fmt)
-
-    # Of three slots each encoder has its own, and with it noise of its own.
-    encode = jax.jit(lambda chunk, x, slot: chunk.encode(x, zero, seed, slot), static_argnums=0)
-    decode = jax.jit(lambda chunk, x, slot: chunk.decode(x, zero, seed, slot), static_argnums=0)
-    first = jnp.stack([encode(wide, x, i) for i, x in enumerate(others[:3])])
-    second = jnp.stack([encode(narrow, x, i) for i, x in enumerate(others[3:])])
-    noise = jnp.stack([wide.noise(seed, slot) for slot in range(3)])
-    for skip in range(3):
-        inputs = (
-            pk.Input(first, wide.tiles, jnp.int32(skip), noise),
-            pk.Input(second, narrow.tiles, noise=noise[:2]),
-        )
-        found = np.asarray(total(inputs, x, mean, zero))
-        expected = np.asarray(x).reshape(wide.rows, -1) - np.asarray(mean)[:, None]
-        decoded = [decode(wide, first[k], k) for k in range(3) if k != skip]
-        decoded += [decode(narrow, second[k], k) for k in range(2)]
-        for value in decoded:
-            expected = expected + np.asarray(value).reshape(wide.rows, -1)
-        np.testing.assert_array_equal(found, expected)
-    poisoned = (4 * mean).at[3].set(jnp.nan)
-    whole, quarter = (np.asarray(total(inputs, x, mean, poisoned, divisor=d)) for d in (1, 4))
-    np.testing.assert_array_equal(quarter * 4, whole)  # a power of two: exact
-    clean = np.arange(wide.rows) != 3
-    np.testing.assert_array_equal(whole[clean], (expected + 4 * np.asarray(mean)[:, None])[clean])
-    assert np.isnan(whole[3]).all()
 
 
 def test_statistics():

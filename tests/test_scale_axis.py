@@ -6,15 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    LOOP,
-    assert_same_bits,
-    daily,
-    mesh_of,
-    put,
-    vmapped,
-)
+from cases import CHEAP, LOOP, assert_same_bits, daily, mesh_of, put, vmapped
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax_steps
 import pytest
 import test_sequential
 from cases import (
@@ -24,7 +23,6 @@ from cases import (
     daily,
     local,
     mesh_of,
-    promoting,
 )
 from jax import lax
 from jax.sharding import AxisType
@@ -55,8 +53,8 @@ def head(w, x):
 FUNCTIONS = [embed, *[block] * LAYERS, head]
 
 
-def problem(dtype: Any = np.float32) -> Any:
-    """Parameters of the functions, and a batch for each of three steps."""
+def problem() -> Any:
+    """Parameters of the functions, and the examples of all workers."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape) / 4
     params = [
@@ -64,9 +62,8 @@ def problem(dtype: Any = np.float32) -> Any:
         *({"kernel": normal(DIM, DIM), "bias": np.full(DIM, 0.1)} for _ in range(LAYERS)),
         {"out": normal(DIM, 64)},
     ]
-    scale = np.linspace(0.4, 8.0, 2 * N)[None, :, None]  # the later workers' are larger
-    batches = np.float32(normal(3, 2 * N, 32) * scale)
-    return jax.tree.map(lambda x: x.astype(dtype), params), batches
+    scale = np.linspace(0.4, 8.0, 2 * N)[:, None]  # the later workers' are larger
+    return jax.tree.map(np.float32, params), np.float32(normal(2 * N, 32) * scale)
 
 
 def plain(params, x, functions=FUNCTIONS):
@@ -75,54 +72,6 @@ def plain(params, x, functions=FUNCTIONS):
 
 def in_pipeline(params, x, **options):
     return dq.sequential(FUNCTIONS, params, x, **options)
-
-
-def make(method=F32, axes: Any = "data", rule=None, **options):
-    rule = optax.adamw(1e-2, weight_decay=0.1) if rule is None else rule
-    return promoting(dq.optax.sharded(rule, axes, method=method, differences=method, **options))
-
-
-SGD = optax.sgd(0.5, momentum=0.9)
-
-
-@pytest.mark.release
-def test_data_by_model():
-    """Products over a part of the parameters; the workers' axis splits that part."""
-    mesh, rng = mesh_of(2, 2), np.random.default_rng(0)
-    layers = [
-        {"up": np.float32(rng.standard_normal((8, 16))), "scale": np.ones(8, np.float32)}
-        for _ in range(3)
-    ]
-    params, of_params = [*layers, {}], [*[{"up": P(None, "model"), "scale": P()}] * 3, {}]
-    method = dataclasses.replace(EXACT, min_leaf_size=64)
-
-    def layer(w, x):
-        x = lax.all_gather(x @ w["up"] * 0.1, "model", axis=1, tiled=True)
-        return x[:, :8] * w["scale"][None]
-
-    functions = [*[layer] * 3, lambda _, x: jnp.sum(x**2)]
-    optimizer = make(method, specs=of_params, rule=SGD)
-    state = dq.optax.init(optimizer, params, mesh)
-    specs = dq.optax.state_specs(state).masters
-    assert specs[0]["up"] == P(None, ("model", "data"))
-
-    def scattered(params, state, x):
-        options = {"specs": specs, "copies": params, "method": method}
-        return jax.grad(lambda own: dq.sequential(functions, own, x, "data", **options))(
-            state.masters
-        )
-
-    def whole(params, _, x):
-        return jax.grad(partial(plain, functions=functions))(params, x)
-
-    x = np.float32(rng.standard_normal((4, 8)))
-    options = {"specs": of_params, "check_vma": False}
-    found, expected = (
-        optax_steps.stepper(optimizer, state, grads_of, mesh, **options)(params, state, x)
-        for grads_of in (scattered, whole)
-    )
-    assert_close(found, expected)
-    assert np.max(np.abs(np.asarray(found[0][0]["up"]) - params[0]["up"])) > 1e-4
 
 
 def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypatch):
@@ -147,8 +96,9 @@ def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypat
 
 
 def test_what_cannot_be_is_refused():
-    params, batches = problem()
-    optimizer, mesh, x = make(), auto_mesh(N), batches[0][:2]
+    params, examples = problem()
+    optimizer = dq.optax.sharded(optax.adamw(1e-2), "data", method=F32, differences=F32)
+    mesh, x = auto_mesh(N), examples[:2]
     state = dq.optax.init(optimizer, params, mesh)
     splits = dq.optax.state_specs(state)
     options = {"x": x, "axis_name": "data", "specs": splits.masters}
@@ -188,7 +138,7 @@ def test_what_cannot_be_is_refused():
 
 def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
     """Mixed precision: f32 gradients of what the functions take in bf16."""
-    params, batches = problem()
+    params, examples = problem()
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
 
     def both(params, half, x):
@@ -197,7 +147,7 @@ def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
         return jax.grad(loss)(params), dq.pmean(own, "data", method=F32)
 
     maps = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "mesh": auto_mesh(N)}
-    found, expected = jax.jit(jax.shard_map(both, **maps))(params, half, batches[0])
+    found, expected = jax.jit(jax.shard_map(both, **maps))(params, half, examples)
     assert {g.dtype for g in jax.tree.leaves(found)} == {jnp.dtype(jnp.float32)}
     for own, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         other = np.float32(other)
@@ -253,7 +203,7 @@ EACH = {
 def test_exact_shards_have_the_gradients_of_one_device(name):
     """Without a derivative, too."""
     functions, specs = EACH[name]
-    params, batches = problem()
+    params, examples = problem()
     loss = of_shards(functions, specs)
 
     def run(params, x):
@@ -262,17 +212,17 @@ def test_exact_shards_have_the_gradients_of_one_device(name):
 
     mapped = over_workers(run, (P(), P(), specs), specs, check_vma=name != "unchecked")
     whole = jax.jit(jax.value_and_grad(partial(plain, functions=functions)))
-    expected, grads = whole(params, batches[0])
-    assert_close(jax.jit(mapped)(params, batches[0]), (expected, expected, grads))
+    expected, grads = whole(params, examples)
+    assert_close(jax.jit(mapped)(params, examples), (expected, expected, grads))
 
 
 @pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]))
 def test_payloads_that_stay_are_not_gathered_again(functions):
-    params, batches = problem()
+    params, examples = problem()
 
     def traced(reshard):
         loss = of_shards(functions, gather=SOME, reshard_after_forward=reshard)
-        return jax.jit(over_workers(jax.grad(loss), SHARDS)).trace(params, batches[0])
+        return jax.jit(over_workers(jax.grad(loss), SHARDS)).trace(params, examples)
 
     kept, again = traced(reshard=False), traced(reshard=True)
     gathers, twice = (str(own.jaxpr).count(" all_gather[") for own in (kept, again))
@@ -303,9 +253,9 @@ def test_both_passes_gather_the_same_bits(key):
 @pytest.mark.parametrize("gather", [F32, SOME], ids=["exact", "dynamiq"])
 def test_gathers_travel_beside_functions(gather):
     """When a layer is reached, in both passes, a gather has begun that it takes nothing of."""
-    params, batches = problem()
+    params, examples = problem()
     mapped = over_workers(jax.grad(of_shards(REMAT, gather=gather)), SHARDS)
-    traced = jax.make_jaxpr(mapped)(params, batches[0])
+    traced = jax.make_jaxpr(mapped)(params, examples)
     (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
     made, begun, ahead = {}, set(), []
     for e in mapped.params["jaxpr"].eqns:
@@ -327,7 +277,7 @@ def test_gathers_travel_beside_functions(gather):
 @pytest.mark.parametrize("functions", [FUNCTIONS, REMAT], ids=["plain", "remat"])
 def test_no_function_is_kept_whole(functions):
     """The backward pass gets shards in the place of parameters."""
-    params, batches = problem()
+    params, examples = problem()
     shapes = []
 
     def run(params, x):
@@ -335,7 +285,7 @@ def test_no_function_is_kept_whole(functions):
         shapes.extend(leaf.shape for leaf in jax.tree.leaves(kept))
         return ()
 
-    jax.eval_shape(over_workers(run, ()), params, batches[0])
+    jax.eval_shape(over_workers(run, ()), params, examples)
     assert shapes.count((DIM // N, DIM)) == LAYERS
     assert shapes.count((DIM, DIM)) == 1  # the head's shard
     assert not {(32, DIM), (DIM, 64)} & {*shapes}

@@ -14,14 +14,12 @@ from cases import (
     anchored,
     assert_replicas_equal,
     assert_same_bits,
-    auto_mesh,
     daily,
     gradient,
     small,
     sum_error,
 )
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression
@@ -233,12 +231,3 @@ def test_axes_that_are_not_there_or_do_not_divide(collective, shape, options, te
 
 def test_a_new_axis_of_a_scalar_is_no_problem():
     assert traced(dq.all_gather, (), tiled=False)["leaf 0"].shape == (4, 4)
-
-
-def test_a_leaf_that_does_not_vary_is_not_summed():
-    def one(x):
-        return dq.psum_scatter({"w": jnp.ones(2**19), "x": x}, "data", tiled=True)
-
-    mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ValueError, match=r"leaf \['w'\].*0 more do not vary over axis 'data'"):
-        jax.eval_shape(mapped, jnp.ones(64))

@@ -1,18 +1,20 @@
-"""The sharded example: the same training as with whole parameters, and what is where."""
+"""The examples of FSDP and ZeRO-1: trainings as with whole parameters, and what is where."""
 
+import re
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import llm_model
 import numpy as np
-import optax
 import pytest
 import train_fsdp
 import train_llm
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh
+import train_zero
+from cases import assert_replicas_equal, assert_same_bits, auto_mesh, put
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, sequences
@@ -39,14 +41,10 @@ def sharded(name):
     return train_fsdp.make_sharded(run, **METHODS[name])
 
 
-def batches():
-    """A few sequences again and again, so that a dozen steps have something to learn."""
-    return [jax.device_put(sequences(), NamedSharding(auto_mesh(N), P("data")))] * STEPS
-
-
 def trained(step, params, opt_state):
-    losses = []
-    for tokens in batches():
+    """A few sequences again and again, so that a dozen steps have something to learn."""
+    tokens, losses = put(sequences(), auto_mesh(N), P("data")), []
+    for _ in range(STEPS):
         params, opt_state, loss = step(params, opt_state, tokens)
         losses.append(float(loss))
     return params, opt_state, losses
@@ -114,15 +112,18 @@ def test_layers_travel_at_the_bits_asked_for():
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("max_norm", [1.0, 1e3])
-def test_clipping_uses_the_norm_over_all_shards(max_norm):
-    grads = {"w": jnp.arange(1.0, 33).reshape(16, 2), "b": jnp.arange(5.0)}
-    clip = train_fsdp.clip_by_norm_of_shards(max_norm)
-    specs = jax.tree.map(train_fsdp.spec, grads)
-
-    @partial(jax.shard_map, mesh=auto_mesh(N), in_specs=(specs,), out_specs=specs)
-    def clipped(grads):
-        return clip.update(grads, clip.init(grads))[0]
-
-    expected, _ = optax.clip_by_global_norm(max_norm).update(grads, optax.EmptyState())
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), clipped(grads), expected)
+def test_sharded_updates_train_as_the_whole_optimizer_does(tmp_path, capsys):
+    """And the example prints its table."""
+    train_zero.main(steps=3, compare=True, out=tmp_path)
+    row = re.compile(r"^(sharded|f32) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)", re.MULTILINE)
+    (name, loss, sent, bits, held), (whole, expected, *others) = row.findall(
+        capsys.readouterr().out
+    )
+    assert (name, whole) == ("sharded", "f32")
+    assert float(loss) == pytest.approx(float(expected), rel=2e-3)
+    assert (sent, bits) == ("0.87", "3.75")
+    assert float(held) < 0.2 * float(others[2])  # 12 bytes of an eighth, and 8 bytes of all
+    assert {file.name for file in tmp_path.iterdir()} == {
+        "tiny-zero-compare.json", "tiny-zero-compare.png",
+    }  # fmt: skip
+    assert len(Path(train_zero.__file__).read_text().splitlines()) <= 120

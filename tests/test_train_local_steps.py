@@ -1,6 +1,5 @@
 """Local steps: what is equal on all workers, what is not, and the outer step by hand."""
 
-import os
 import re
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +12,7 @@ import pytest
 import train_llm
 import train_local_steps
 import typer
-from cases import (
-    CHEAP,
-    assert_copies_equal,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    put,
-    small,
-)
+from cases import CHEAP, assert_replicas_equal, assert_same_bits, auto_mesh, put, small
 from hlo import COLLECTIVES
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, make_run, sequences
@@ -69,13 +60,6 @@ def programs(run, method, differences):
     return copy, state, *train_local_steps.make_programs(run, outer, state)
 
 
-def on_devices(tree):
-    """Replicated arrays as every device holds them, with a leading axis."""
-    return jax.tree.map(
-        lambda x: np.stack([np.asarray(s.data) for s in x.addressable_shards]), tree
-    )
-
-
 def spoiled(params, weights):
     """Replaces the parameters of workers that are away by NaN."""
     nan = np.where(weights > 0, 0, np.nan).astype(np.float32)
@@ -95,7 +79,8 @@ def trained(method, differences):
         own = spoiled(own[0], weights), own[1]
         before = jax.device_get(own)
         copy, state, own = outer_step(copy, state, own, run.shard(weights))
-        after = on_devices(copy), *jax.device_get((own[0], state.masters))
+        shards = jax.tree.map(lambda x: np.stack([s.data for s in x.addressable_shards]), copy)
+        after = shards, *jax.device_get((own[0], state.masters))
         rounds.append(Round(*before, *after, float(np.mean(losses))))
     return first, rounds
 
@@ -218,23 +203,3 @@ def test_the_last_step_has_to_be_an_outer_one(tmp_path):
         train_local_steps.main(every=7, out=tmp_path)
     with pytest.raises(typer.BadParameter, match="10 steps are not a multiple of --fragments 3"):
         train_local_steps.main(fragments=3, out=tmp_path)
-
-
-@pytest.mark.release
-def test_islands_of_several_devices_exchange_slices(monkeypatch):
-    """The block of the page: outer steps of two islands, the second of them without one."""
-    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])  # the block sets it
-    page = (Path(__file__).parents[1] / "docs" / "experts-and-islands.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```$", page.split("## Islands")[1], re.S | re.M)
-    found: dict[str, Any] = {}
-    exec(compile(code, "experts-and-islands.md", "exec"), found)
-    params, state, step = (found[name] for name in ("params", "state", "outer_step"))
-    rate, momentum, velocity, expected = 0.7, 0.6, 0.2, 1 - 0.7 * 1.6 * 0.2
-    assert float(params["up"].mean()) == pytest.approx(expected, abs=0.01)
-    local = jax.tree.map(lambda x: np.stack([x - 0.1, x * np.nan]), params)
-    params, state = step(params, state, local, np.array([3, 0], np.float32))
-    velocity = momentum * velocity + 0.1
-    expected -= rate * (momentum * velocity + 0.1)
-    for x in jax.tree.leaves(params):
-        assert float(x.mean()) == pytest.approx(expected, abs=0.01)
-    assert_copies_equal(params)

@@ -184,9 +184,6 @@ def test_what_jit_traces_knows_of_its_options(peers):
     assert found == [(1, "dq.jit compiles the program"), (2, None)]
 
 
-PUSHED = {"topology": dq.Direct(transport="push", streams=1)}
-
-
 def exchanged(tree, axes, *, to_all):
     """Brings what a push kernel brings, on any machine."""
     axis = Axis(tuple(axes))
@@ -264,7 +261,7 @@ def pushed(**options):
     """Traces a psum by push kernels."""
 
     def reduce(x):
-        return dq.psum(x, "data", **{"method": CHEAP} | (options or PUSHED))
+        return dq.psum(x, "data", **{"method": CHEAP} | options)
 
     jax.eval_shape(program(reduce, 4, P()), jax.ShapeDtypeStruct((4, SIZE), jnp.float32))
 
@@ -273,7 +270,7 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
     remedy = "pass transport='permutes' or 'collectives'"
     needs = "transport='push' needs "
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs.* 'cpu'; {remedy}"):
-        pushed()
+        pushed(topology=dq.Direct(transport="push", streams=1))
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs"):
         pushed(method=small(CHEAP.method, transport="push"))
     for topology in (dq.Ring, dq.Butterfly):

@@ -64,15 +64,6 @@ def test_what_weighs_nothing_may_be_nan():
     assert np.isnan(np.asarray(shown["a"])).all()
 
 
-def test_equal_weights_are_no_weights():
-    """Powers of two, bit for bit."""
-    x, method = tree(), CHEAP
-    found = mapped(method=method)(x, jnp.full(N, 4.0))
-    specs = {"mesh": auto_mesh(N), "in_specs": P("data"), "out_specs": P()}
-    one = lambda x: dq.pmean(x, "data", method=method, key=KEY)
-    assert_same_bits(found, jax.device_get(jax.jit(jax.shard_map(one, **specs))(x)))
-
-
 @pytest.mark.parametrize(
     ("weights", "everywhere"),
     [([0.0] * N, 0), *(([1.0, bad, 0.0, 6.0], np.nan) for bad in (np.nan, np.inf, -1.0, -np.inf))],

@@ -190,12 +190,6 @@ def test_halves_over_two_levels_move_what_the_route_says(name):
         assert 0 < promised[1] < 5.7 * part
 
 
-def test_nothing_moves_for_one_worker():
-    hlo, asked = lower(dq.psum, TREE, (1,), low(dq.DynamiQ()))
-    assert sum(moved_bits(hlo, asked, 1).values()) == 0
-    assert wire_bits(low(dq.DynamiQ()))(TREE, 1) == 0
-
-
 def test_parser_reads_groups_by_axes():
     line = "%a = f32[9] all-reduce(%b), replica_groups=mesh['node'=2,'gpu'=4] {'AXES'}"
     assert groups_of(line.replace("AXES", "gpu")) == [[0, 1, 2, 3], [4, 5, 6, 7]]

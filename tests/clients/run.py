@@ -1,6 +1,6 @@
 """Trainers of others, natively and with our patch, for 20 steps on 8 virtual CPU devices.
 
-    python tests/clients/run.py CLIENT PATH/TO/CHECKOUT [--variant NAME] [--steps N] [--seed N]
+    python tests/clients/run.py CLIENT PATH/TO/CHECKOUT [--variant NAME] [--seed N]
 
 The path is a checkout of the client's repository at the commit that its module names. The trainer
 runs three times, each in a process of its own and from a copy of its files: as it is, with our
@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+STEPS = 20
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(TESTS)]  # in place of this folder, whose modules have names of clients'
 
@@ -43,7 +44,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="A trainer of others, natively and with ours.")
     parser.add_argument("client", choices=CLIENTS)
     parser.add_argument("checkout", type=Path, help="a checkout of the client's repository")
-    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--variant", help="one of the client's variants")
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
     parser.add_argument("--only", choices=METHODS, nargs="+", help="some of the three runs")
@@ -80,8 +80,7 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
         command = [sys.executable, __file__, options.client, str(options.checkout)]
-        command += ["--steps", str(options.steps), "--seed", str(options.seed)]
-        command += ["--variant", variant, "--child", folder]
+        command += ["--seed", str(options.seed), "--variant", variant, "--child", folder]
         if subprocess.run(command, env=os.environ | own, check=False).returncode:
             return None
         return {"lines": n_lines, **json.loads((root / "result").read_text())}
@@ -106,7 +105,7 @@ def _train(module, client, options: argparse.Namespace) -> None:
 
     root, stubs.SEED = options.child, options.seed
     sys.path.insert(0, str((root / "checkout" / client.file).parent))
-    trained = module.train(options.steps, **client.options)
+    trained = module.train(STEPS, **client.options)
     programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
     result = {
         "losses": [float(loss) for loss in trained.losses],

@@ -1,13 +1,13 @@
 """JAX's own tests of collectives, with ours in the place of `jax.lax`'s.
 
-    python tests/conformance/jax_own_tests.py PATH/TO/jax [-k EXPRESSION] [files]
+    python tests/conformance/jax_own_tests.py PATH/TO/jax
 
-The path is a checkout of JAX's source at the tag of the installed version. Of the files (by default
-tests/pmap_test.py and tests/shard_map_test.py) it runs the tests whose source mentions a
-collective, three times: with `jax.lax`'s collectives; with ours as they are, where small arrays
-travel exactly; and with every floating leaf of a psum or pmean sent through our own all-reduce, as
-f32. Tests that call no collective, or fail with `jax.lax`'s, do not count. Prints a table, and
-every test that fails with its error; docs/conformance.md says which differ on purpose.
+The path is a checkout of JAX's source at the tag of the installed version. Of `FILES` it runs the
+tests whose source mentions a collective, three times: with `jax.lax`'s collectives; with ours as
+they are, where small arrays travel exactly; and with every floating leaf of a psum or pmean sent
+through our own all-reduce, as f32. Tests that call no collective, or fail with `jax.lax`'s, do not
+count. Prints a table, and every test that fails with its error; docs/conformance.md says which
+differ on purpose.
 
 Needs absl-py, as JAX's tests do. Not part of the library's tests.
 """
@@ -39,14 +39,12 @@ def main() -> int:
     """Runs the tests in processes of their own and prints the table; 1 if a test fails."""
     parser = argparse.ArgumentParser(description="JAX's own tests, with our collectives.")
     parser.add_argument("checkout", type=Path, help="a checkout of JAX's source")
-    parser.add_argument("files", nargs="*", default=FILES, help="of the checkout")
-    parser.add_argument("-k", default="", help="as for pytest")
-    options = parser.parse_args()
-    files = [options.checkout.resolve() / file for file in options.files]
+    checkout = parser.parse_args().checkout.resolve()
+    files = [checkout / file for file in FILES]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         parser.error(f"{missing[0]} does not exist; pass the folder of a checkout of JAX's source")
-    found = {run: _results(run, files, options.k) for run in RUNS}
+    found = {run: _results(run, files) for run in RUNS}
     counted = [
         test
         for test, result in found["lax"].items()
@@ -69,7 +67,7 @@ def main() -> int:
     return int(any(failures.values()))
 
 
-def _results(run: str, files: list[Path], expression: str) -> dict[str, dict]:
+def _results(run: str, files: list[Path]) -> dict[str, dict]:
     """Outcome, collectives called and last line of the error of every test that ran."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "results"
@@ -77,7 +75,7 @@ def _results(run: str, files: list[Path], expression: str) -> dict[str, dict]:
         own = {"CONFORMANCE_RUN": run, "CONFORMANCE_OUT": str(out), "XLA_FLAGS": flags}
         path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
         command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "no:cacheprovider"]
-        command += ["--import-mode=importlib", "-p", Path(__file__).stem, "-k", expression]
+        command += ["--import-mode=importlib", "-p", Path(__file__).stem]
         command += ["--rootdir", folder, "-c", os.devnull, "-W", "ignore", *map(str, files)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path} | own
         print(f"{RUNS[run]}:", flush=True)

@@ -24,17 +24,17 @@ PINNED_DEFAULT = {4: 0.00717, 5: 0.00185, 6: 0.000387}
 
 
 @functools.cache
-def mixture(seed, super_groups):
-    x = lognormal_mixture(jax.random.key(seed), 8, super_groups)
+def mixture(seed):
+    x = lognormal_mixture(jax.random.key(seed), 8, 4096)
     return x, np.sum(np.asarray(x, np.float64), axis=0)
 
 
 @functools.cache
-def errors(method, super_groups=4096):
+def errors(method):
     """vNMSE for every seed: f64[seeds]."""
     found = []
     for seed in SEEDS:
-        x, exact = mixture(seed, super_groups)
+        x, exact = mixture(seed)
         estimate = np.asarray(vmapped(small(method))(x, jax.random.key(seed))[0], np.float64)
         found.append(np.sum((estimate - exact) ** 2) / np.sum(exact**2))
     return np.array(found)
@@ -79,13 +79,3 @@ def test_parts_gain_in_the_papers_order():
     np.testing.assert_array_less(found[1:], found[:-1])  # for every seed
     expected = dict(zip(list(steps)[1:], [0.91, 0.028, 0.88, 0.60, 0.90, 0.37], strict=True))
     assert dict(zip(expected, ratios, strict=True)) == pytest.approx(expected, rel=0.08)
-
-
-def test_antithetic_beats_correlated_beats_independent_rounding():
-    found = [
-        errors(dq.DynamiQ(rounding=rounding))
-        for rounding in ("antithetic", "correlated", "independent")
-    ]
-    # 9% and 40% less, on the same data.
-    assert np.all(found[0] < found[1])
-    assert np.all(found[1] < found[2])
