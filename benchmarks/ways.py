@@ -138,7 +138,7 @@ class Training:
         if bits := re.fullmatch(r"([\d.]+)(d?)", text):
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
         made = contenders.make_method(method)
-        native = contenders.native_only(method) or isinstance(made, dq.BF16 | dq.F32)
+        native = contenders.is_native(made) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 
     def copies(self, params: Any) -> Any:

@@ -292,7 +292,7 @@ def make_ways(methods: Sequence[str], topologies: Sequence[str], recipe: Recipe)
         if text == BF16:
             found.append(psum(BF16, jnp.bfloat16, recipe))
         elif text != EXACT:
-            native = "/" not in text and contenders.native_only(text, METHODS)
+            native = "/" not in text and contenders.is_native(parse_method(text, backend)[1])
             make = sharded if "/" in text else all_reduced
             routes = ["native"] if native else topologies
             found += [make(text, route, recipe) for route in routes]

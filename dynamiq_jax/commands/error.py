@@ -85,7 +85,7 @@ def command(
     options.writable(json_file, gradients)
     chosen = []
     for text in contenders.parts(methods):
-        own = checked("--methods", contenders.native_only, text)
+        own = contenders.is_native(checked("--methods", contenders.make_method, text))
         for name in ["native"] if own else contenders.parts(topology):
             route = None if own else checked("--topology", contenders.parse_topology, name)
             chosen.append((checked("--methods", contenders.parse_method, text, route), name))

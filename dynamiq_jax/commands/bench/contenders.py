@@ -197,9 +197,8 @@ def parse_topology(text: str, nodes: int | None = None) -> Any:
     return TOPOLOGIES[text]()
 
 
-def native_only(text: str, known: Mapping[str, Callable[..., Any]] = METHODS) -> bool:
-    """Whether the method called ``text``, or the one in a memory, has native collectives only."""
-    method = make_method(text, known)
+def is_native(method: Any) -> bool:
+    """Whether a method, or the one in a memory, has native collectives only."""
     return isinstance(getattr(method, "method", method), NativeMethod)
 
 
@@ -244,7 +243,7 @@ def make_method(
 def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
-    topology = None if isinstance(method, NativeMethod) else topology
+    topology = None if is_native(method) else topology
     request = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
     matrices = isinstance(method, MatrixMethod)
 
