@@ -93,6 +93,22 @@ def test_steps_are_those_of_nnx(kind, wrt):
     assert moved == (wrt is nnx.Param)
 
 
+def test_steps_in_a_map_are_those_of_nnx():
+    """`dq.pmean` takes gradients, which are states of the module, in `nnx.shard_map`."""
+
+    def in_a_map(loss_fn, **options):
+        def run(model, scale, batch):
+            (loss, aux), grads = nnx.value_and_grad(loss_fn, **options)(model, scale, batch)
+            grads = dq.pmean(grads, "data", method=small(dq.F32()))
+            return (jax.lax.pmean(loss, "data"), aux), grads
+
+        maps = {"in_specs": (P(), P(), P("data")), "out_specs": ((P(), P("data")), P())}
+        mapped = nnx.shard_map(run, mesh=auto_mesh(), check_vma=False, **maps)
+        return lambda model, scale, batch: mapped(model, scale, batch)
+
+    assert_close(trained("auto", in_a_map, nnx.Param, axis_name="data"), plain(nnx.Param))
+
+
 def test_paths_of_states_exclude_norms():
     asked = []
 

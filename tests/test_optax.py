@@ -50,10 +50,13 @@ def started(optimizer, mesh, check_vma=True):
     return state, optax_steps.stepper(optimizer, state, grads_of, mesh, check_vma=check_vma)
 
 
-def train(optimizer, steps, mesh=None, **options):
-    """(params, opt_state) after ``steps`` steps on all devices."""
+def train(optimizer, steps, mesh=None, poisoned=None, **options):
+    """(params, opt_state) after ``steps`` steps; ``poisoned`` has a NaN for one worker."""
     params, batches = problem(steps)
     state, step = started(optimizer, mesh or auto_mesh(), **options)
+    if poisoned is not None:
+        batches = [*batches]
+        batches[poisoned] = jnp.asarray(batches[poisoned]).at[5, 0].set(jnp.nan)
     return optax_steps.train(step, params, state, batches, mesh or auto_mesh())
 
 
@@ -64,6 +67,34 @@ def test_first_in_a_chain_it_is_the_optimizer_of_the_whole_batch(kind):
     params, (reduced, _) = train(optimizer, 4, mesh, check_vma=kind != "unchecked")
     assert_close(params, optax_steps.plain(SGD, loss_fn, *problem(4)))
     assert (int(reduced.step), reduced.memory, reduced.metrics) == (4, None, None)
+
+
+def every(steps, inner):
+    return promoting(optax.MultiSteps(inner, steps).gradient_transformation())
+
+
+def test_multi_steps_of_optax_go_after_the_reduction_and_are_refused_around_it():
+    """Around it workers' sums differ, and its state says that they do not."""
+    params, state = train(optax.chain(REDUCED, every(2, SGD)), 4)
+    assert_close(params, optax_steps.plain(every(2, SGD), loss_fn, *problem(4)))
+    assert int(state[0].step) == 4
+    with pytest.raises((TypeError, ValueError), match="acc_grads"):
+        train(every(2, optax.chain(REDUCED, SGD)), 1)
+
+
+def careful(optimizer):
+    return promoting(optax.apply_if_finite(optimizer, 3))
+
+
+def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
+    """In the wrong order every worker would decide by its own gradient, which does not compile."""
+    optimizer = optax.chain(REDUCED, careful(SGD))
+    before, _ = train(optimizer, 1)
+    skipped, (_, state) = train(optimizer, 2, poisoned=1)
+    assert_same_bits(skipped, before)
+    assert (int(state.notfinite_count), int(state.total_notfinite)) == (1, 1)
+    with pytest.raises(TypeError, match="cond"):
+        train(careful(optax.chain(REDUCED, SGD)), 1)
 
 
 def test_it_compresses_as_reduce_does_and_keeps_its_state():
