@@ -59,7 +59,6 @@ from train_llm import (  # isort: skip  # pyright: ignore[reportMissingImports]
     make_optimizer,
 )
 
-NONE = "none"
 TUNE_ALONE = "xla_gpu_shard_autotuning=false"
 
 
@@ -314,7 +313,7 @@ def main(
     check_choice(attention, get_args(AttentionKernel), "--attention")
     kept = kept_runs(json_file)
     join_hosts()  # ahead of all that looks for devices
-    texts = sorted(contenders.parts(chosen), key=lambda text: text != NONE)
+    texts = sorted(contenders.parts(chosen), key=lambda text: text != "none")
     told = {"batch": batch, "attention": attention, "transport": transport}
     try:
         run = make_run(model, topology=topology, nodes=nodes, **told)
@@ -340,7 +339,7 @@ def main(
             continue
         finally:
             gc.collect()  # the arrays of a way are gone before those of the next
-        alone_ms = row.step_ms if text == NONE else alone_ms
+        alone_ms = row.step_ms if text == "none" else alone_ms
         if alone_ms is not None:
             row = dataclasses.replace(row, exposed_ms=row.step_ms - alone_ms)
         rows.append(row)

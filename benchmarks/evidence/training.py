@@ -241,9 +241,12 @@ def sharded(text: str, topology: str, recipe: Recipe) -> Way:
         raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/WEIGHTS/whole")
     methods = [make_method("f32" if part == EXACT else part) for part in parts[:2]]
     limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
-    scatter = dq.Compression(methods[0], topology=contenders.parse_topology(topology), **limits)
+    route = None if isinstance(methods[0], dq.F32) else contenders.parse_topology(topology)
+    scatter = dq.Compression(methods[0], topology=route, **limits)
     gather = dq.Compression(methods[1], **limits)
-    bits = sum(method.bits for method in methods) / 2
+    leaf = jax.ShapeDtypeStruct((2**24,), jnp.float32)  # so large that rests do not count
+    costs = [half.explain(leaf, N_WORKERS, verbose=False) for half in (scatter, gather)]
+    bits = sum(cost.bits_per_coord for cost in costs) / 2
     own = (_fully_sharded if fsdp else _sharded_updates)(scatter, gather, recipe)
     return Way(text, topology, lambda grads: bits, **own)
 
@@ -292,7 +295,7 @@ def make_ways(methods: Sequence[str], topologies: Sequence[str], recipe: Recipe)
         if text == BF16:
             found.append(psum(BF16, jnp.bfloat16, recipe))
         elif text != EXACT:
-            native = "/" not in text and contenders.is_native(parse_method(text, backend)[1])
+            native = "/" not in text and contenders.is_native(make_method(text))
             make = sharded if "/" in text else all_reduced
             routes = ["native"] if native else topologies
             found += [make(text, route, recipe) for route in routes]
@@ -360,7 +363,7 @@ def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array]]:
     return jax.jit(jax.vmap(train, (0, 0, None)))
 
 
-def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, np.ndarray]:
+def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, ...]:
     """Losses of all seeds; see `make_trainer`."""
     program, validation = make_trainer(task.model, way), task.validation()
     at_once = 2 if jax.default_backend() == "cpu" else task.model.seeds_at_once
@@ -369,8 +372,7 @@ def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, np.ndarray]
         own = np.arange(first, min(first + at_once, seeds), dtype=np.int32)
         tokens = np.stack([task.tokens(seed) for seed in own])
         parts.append(jax.device_get(program(own, tokens, validation)))
-    losses, validation_losses = map(np.concatenate, zip(*parts, strict=True))
-    return losses, validation_losses
+    return tuple(map(np.concatenate, zip(*parts, strict=True)))
 
 
 # --- Figures --------------------------------------------------------------------------------------
