@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
-from asserts import *  # noqa: F403
 from compiler import AS_USERS
 from jax.sharding import PartitionSpec as P
-from workers import *  # noqa: F403
 from workers import OnHost, auto_mesh
 
 import dynamiq_jax as dq

@@ -6,21 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EXACT,
-    assert_close,
-    assert_copies_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    put,
-    small,
-)
+from asserts import assert_close, assert_copies_equal, assert_same_bits
+from cases import EXACT, daily, small
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, gradient, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse

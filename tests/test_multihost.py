@@ -11,7 +11,8 @@ from typing import NamedTuple
 import multihost_worker as worker
 import numpy as np
 import pytest
-from cases import assert_same_bits, daily
+from asserts import assert_same_bits
+from cases import daily
 from processes import Group, Loopback
 
 DIES = "command_line_dies"

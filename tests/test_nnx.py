@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import CHEAP, assert_close, auto_mesh, mesh_of, put, small
+from asserts import assert_close
+from cases import CHEAP, small
 from flax import nnx
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, mesh_of, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse

@@ -10,17 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    EVERY_METHOD,
-    LOOP,
-    METHODS,
-    Row,
-    assert_replicas_equal,
-    daily,
-    first_state,
-    gradient,
-    stepper,
-)
+from asserts import assert_replicas_equal
+from cases import EVERY_METHOD, LOOP, METHODS, Row, daily, first_state, stepper
+from workers import gradient
 
 from dynamiq_jax.methods.metrics import vnmse
 

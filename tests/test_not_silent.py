@@ -5,8 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import CHEAP, auto_mesh, mesh_of
+from cases import CHEAP
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression

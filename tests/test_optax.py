@@ -9,23 +9,11 @@ import numpy as np
 import optax
 import optax_steps
 import pytest
-from cases import (
-    assert_close,
-    assert_refused,
-    assert_same_bits,
-    auto_mesh,
-    compilations,
-    daily,
-    first_state,
-    gradient,
-    loss_fn,
-    mesh_of,
-    problem,
-    promoting,
-    small,
-)
+from asserts import assert_close, assert_refused, assert_same_bits
+from cases import daily, first_state, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem, promoting
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

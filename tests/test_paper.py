@@ -10,7 +10,8 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import SMALL, assert_replicas_equal, daily, relative_error
+from asserts import assert_replicas_equal, relative_error
+from cases import SMALL, daily
 
 import dynamiq_jax as dq
 

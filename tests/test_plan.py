@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import daily, plan_widths
+from cases import daily
+from workers import plan_widths
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.seeds import statistics_seed

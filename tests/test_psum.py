@@ -5,19 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    LOOP,
-    METHODS,
-    TOPOLOGIES,
-    assert_replicas_equal,
-    assert_same_bits,
-    bias,
-    daily,
-    gradient,
-    relative_error,
-    vmapped,
-)
+from asserts import assert_replicas_equal, assert_same_bits, bias, relative_error
+from cases import CHEAP, LOOP, METHODS, TOPOLOGIES, daily, vmapped
+from workers import gradient
 
 N, SIZE = 5, 5 * 8 * 1024 - 77
 """Five workers (an odd ring), no multiple of anything; a whole tile even of the largest rows."""

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import EVERY_METHOD, TWO_WIDTHS, assert_same_bits, daily, vmapped
+from asserts import assert_same_bits
+from cases import EVERY_METHOD, TWO_WIDTHS, daily, vmapped
 from hypothesis import strategies as st
 from jax import lax
 

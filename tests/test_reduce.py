@@ -6,20 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    OnHost,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    mesh_of,
-    relative_error,
-    small,
-    vmapped,
-)
+from asserts import assert_replicas_equal, assert_same_bits, relative_error
+from cases import CHEAP, daily, small, vmapped
 from jax.sharding import PartitionSpec as P
+from workers import OnHost, auto_mesh, gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import assert_refused, daily
+from asserts import assert_refused
+from cases import daily
 from chunks import chunk_of, normal
 
 import pallas_kernels as pk

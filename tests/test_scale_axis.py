@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, LOOP, assert_same_bits, daily, mesh_of, put, vmapped
+from asserts import assert_same_bits
+from cases import CHEAP, LOOP, daily, vmapped
 from jax.sharding import PartitionSpec as P
+from workers import mesh_of, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.tree.leaves import Bucket, concatenate, describe_leaves, split, with_scale_axes

@@ -6,21 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    EXACT,
-    assert_close,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    local,
-    mapped,
-    once,
-    small,
-)
+from asserts import assert_close, assert_replicas_equal, assert_same_bits
+from cases import CHEAP, EXACT, daily, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, local, mapped, once
 
 import dynamiq_jax as dq
 from dynamiq_jax.training import interleaved

@@ -14,19 +14,12 @@ import numpy as np
 import optax
 import pytest
 import test_sequential
-from cases import (
-    CHEAP,
-    EXACT,
-    assert_close,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    local,
-    mesh_of,
-)
+from asserts import assert_close, assert_same_bits
+from cases import CHEAP, EXACT, daily
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, local, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

@@ -7,19 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import (
-    METHODS,
-    TOPOLOGIES,
-    OnHost,
-    anchored,
-    assert_replicas_equal,
-    assert_same_bits,
-    daily,
-    gradient,
-    small,
-    sum_error,
-)
+from asserts import assert_replicas_equal, assert_same_bits, sum_error
+from cases import METHODS, TOPOLOGIES, daily, small
 from jax import lax
+from workers import OnHost, anchored, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression

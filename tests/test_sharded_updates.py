@@ -12,23 +12,12 @@ import numpy as np
 import optax
 import optax_steps
 import pytest
-from cases import (
-    CHEAP,
-    EXACT,
-    assert_close,
-    assert_copies_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    mesh_of,
-    once,
-    promoting,
-    put,
-    small,
-)
+from asserts import assert_close, assert_copies_equal, assert_same_bits
+from cases import CHEAP, EXACT, daily, small
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, mesh_of, once, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax

@@ -5,23 +5,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import (
-    CHEAP,
-    TOPOLOGIES,
-    TWO_WIDTHS,
-    anchored,
-    assert_replicas_equal,
-    assert_same_bits,
-    auto_mesh,
-    daily,
-    gradient,
-    plan_is_exact,
-    small,
-    sum_error,
-    vmapped,
-)
+from asserts import assert_replicas_equal, assert_same_bits, sum_error
+from cases import CHEAP, TOPOLOGIES, TWO_WIDTHS, daily, small, vmapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from workers import anchored, auto_mesh, gradient, plan_is_exact
 
 import dynamiq_jax as dq
 

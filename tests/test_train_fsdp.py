@@ -14,10 +14,11 @@ import pytest
 import train_fsdp
 import train_llm
 import train_zero
-from cases import assert_replicas_equal, assert_same_bits, auto_mesh, put
+from asserts import assert_replicas_equal, assert_same_bits
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, sequences
+from workers import auto_mesh, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.core.compat import inner_jaxprs, with_constants

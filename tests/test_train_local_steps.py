@@ -12,10 +12,12 @@ import pytest
 import train_llm
 import train_local_steps
 import typer
-from cases import CHEAP, assert_replicas_equal, assert_same_bits, auto_mesh, put, small
+from asserts import assert_replicas_equal, assert_same_bits
+from cases import CHEAP, small
 from hlo import COLLECTIVES
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, make_run, sequences
+from workers import auto_mesh, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse

@@ -11,10 +11,10 @@ import optax
 import pytest
 import train_llm
 import train_moe
-from cases import auto_mesh
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from small_llm import CONFIG, make_run, sequences
+from workers import auto_mesh
 
 N = 8
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")

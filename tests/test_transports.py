@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, EXACT, assert_close, auto_mesh, daily, gradient, small
+from asserts import assert_close
+from cases import CHEAP, EXACT, daily, small
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk

@@ -10,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 import ways
-from cases import CHEAP, assert_copies_equal, auto_mesh, daily
+from asserts import assert_copies_equal
+from cases import CHEAP, daily
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_model import CONFIGS, init_params, make_loss
+from workers import auto_mesh
 
 import dynamiq_jax as dq
 

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP, EIGHT, OnHost, assert_same_bits, auto_mesh, daily, gradient, small
+from asserts import assert_same_bits
+from cases import CHEAP, EIGHT, daily, small
 from jax.sharding import PartitionSpec as P
+from workers import OnHost, auto_mesh, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse

@@ -9,9 +9,10 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import TWO_WIDTHS, daily, low, mesh_of, small, wire_bits
+from cases import TWO_WIDTHS, daily, low, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of, sent_bytes
 from jax.sharding import PartitionSpec as P
+from workers import mesh_of
 
 import dynamiq_jax as dq
 

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import gradient, low, relative_error, vmapped
+from asserts import relative_error
+from cases import low, vmapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers import gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.plan import even_plan, sampled

@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from cases import EVERY_METHOD, METHODS, OVER, SMALL, assert_replicas_equal, auto_mesh, compilations
+from asserts import assert_replicas_equal
+from cases import EVERY_METHOD, METHODS, OVER, SMALL
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
 from dynamiq_jax.request.compression import as_compression
