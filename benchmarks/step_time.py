@@ -163,13 +163,13 @@ def _drawer(shape: tuple[int, ...], sharding: Any) -> Callable[[Array], Array]:
     return jax.jit(draw, out_shardings=sharding)
 
 
-def random_params(shapes: Any, sharding: Any, seed: int = 0) -> Any:
+def random_params(shapes: Any, sharding: Any) -> Any:
     """Parameters as they are initialised but for the scale of single matrices.
 
     A program for every shape: initialising all layers in one takes a minute to compile.
     """
     leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
     drawers = (_drawer(leaf.shape, sharding) for leaf in leaves)
     return treedef.unflatten(draw(key) for draw, key in zip(drawers, keys, strict=True))
 

@@ -32,7 +32,6 @@ class Corpus(NamedTuple):
     train: np.ndarray
     validation: np.ndarray
     vocab_size: int
-    n_files: int
 
 
 def load_corpus(vocab_size: int = 256, max_bytes: int = 32 * 2**20) -> Corpus:
@@ -53,7 +52,7 @@ def load_corpus(vocab_size: int = 256, max_bytes: int = 32 * 2**20) -> Corpus:
     train = b"".join(text for name, text in files if not _is_validation(name))
     validation = b"".join(text for name, text in files if _is_validation(name))
     vocabulary = _frequent_pieces(train, vocab_size - 256)
-    return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size, len(files))
+    return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size)
 
 
 def _read_files(root: Path, max_bytes: int) -> list[tuple[str, bytes]]:

@@ -312,12 +312,9 @@ class Run:
 
 
 def make_optimizer(
-    recipe: Recipe, clip: optax.GradientTransformation | None = None, decays: Any = None
+    recipe: Recipe, clip: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay.
-
-    ``decays`` says it of every leaf, where these are not the model's own.
-    """
+    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay."""
     peak, steps = recipe.learning_rate, recipe.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
 
@@ -326,9 +323,7 @@ def make_optimizer(
 
     return optax.chain(
         clip or optax.clip_by_global_norm(MAX_NORM),
-        optax.adamw(
-            schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices if decays is None else decays
-        ),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
     )
 
 

@@ -409,7 +409,7 @@ def _level(energy, end):
 
 
 def _steps(energy_ref, at, shard, end=None):
-    """Energies of super-groups ``at``, levels below ``end`` (by default their own), and it."""
+    """Energies of super-groups ``at``, their levels below ``end``, and it: by default their own."""
     energy = plgpu.load(energy_ref.at[shard, at], mask=at < energy_ref.shape[1], other=0.0)
     if end is None:
         end = jnp.max(octave_parts(energy)) | ((1 << MANTISSA_BITS) - 1)

@@ -148,13 +148,14 @@ def payloads_of(name: str) -> Any:
     return order, tiles, first, hop, jax.jit(kernels["decompress"])(given, arrived)
 
 
-def with_states(method, topology, n: int = 4, steps: int = 2) -> Any:
-    """Results and states of several steps."""
+def with_states(method, topology) -> Any:
+    """Results and states of two steps."""
+    n = 4
     x = exact_gradients(n, 2 * 2048 + 100)
     state = as_compression(method, topology).init_state(jnp.asarray(x[0]), n)
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), state)
     found = []
-    for i in range(steps):
+    for i in range(2):
         total, state = stepper(method, topology)(x * 2.0**i, jax.random.key(i), state)
         found += [total, state]
     return found

@@ -129,7 +129,7 @@ def make_run(mesh):
 def corpus():
     """Tokens that are 0, 1 or 2 above their predecessors."""
     tokens = np.cumsum(np.random.default_rng(0).integers(0, 3, 20_000)) % CONFIG.vocab_size
-    return llm_data.Corpus(tokens.astype(np.int32), tokens[:0], CONFIG.vocab_size, 1)
+    return llm_data.Corpus(tokens.astype(np.int32), tokens[:0], CONFIG.vocab_size)
 
 
 def hashes(tree):

@@ -137,13 +137,11 @@ def layout_of(method, size, n, streams=1, collective="all_reduce"):
     return method.layout(size, n, ring, collective)
 
 
-@functools.partial(jax.jit, static_argnames=("method", "layout"))
-def planned_for(stats, seed, method, layout):
-    return make_plan(stats, seed, layout)
+planned_for = jax.jit(make_plan, static_argnames="layout")
 
 
 def planned(stats, seed, method, size, n):
-    return planned_for(stats, seed, method, layout_of(method, size, n))
+    return planned_for(stats, seed, layout_of(method, size, n))
 
 
 def check_plan(plan, stats, layout):
@@ -193,7 +191,7 @@ def test_order_is_a_permutation_and_records_fit(widths, n, streams):
     size = 256 * 8 * n * streams * 6 - 1000
     layout = layout_of(method, size, n, streams)
     stats = statistics(n, layout.rows)
-    plan = planned_for(stats, NO_KEY, method, layout)
+    plan = planned_for(stats, NO_KEY, layout)
     check_plan(plan, stats, layout)
     # The stage with fewer bits has nowhere more of them.
     assert layout.payload_words[0] >= layout.payload_words[1]
@@ -213,7 +211,7 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
     stats = statistics(n, layout.rows)
     loud = np.repeat(np.where(np.arange(n) == 1, 2.0**30, 1.0), layout.shard_rows)
     stats = (np.float32(stats) * np.stack([loud, np.sqrt(loud)])).astype(jnp.bfloat16)
-    plan = planned_for(stats, NO_KEY, method, layout)
+    plan = planned_for(stats, NO_KEY, layout)
     check_plan(plan, stats, layout)
     words = np.asarray([layout.fmt.tile_words(w) for w in range(17)])
     for stage, payload_words in enumerate(layout.payload_words):
@@ -224,7 +222,7 @@ def test_slices_have_plans_of_their_own(collective, n, streams, size):
         own = slice(0, layout.shard_rows)
         others = np.arange(layout.rows) >= layout.shard_rows
         alone = np.where(others, 0, stats).astype(jnp.bfloat16)
-        again = planned_for(alone, NO_KEY, method, layout)
+        again = planned_for(alone, NO_KEY, layout)
         np.testing.assert_array_equal(widths_of(again, 0)[own], widths_of(plan, 0)[own])
 
 

@@ -72,7 +72,8 @@ def all_to_all(
         those that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
         blocks of a multiple of 256 coordinates nothing is copied ahead of the encoding.
       axis_name: the mapped axis; a tuple counts as one axis.
-      split_axis: the dimension of every leaf that is cut into blocks.
+      split_axis: the dimension of every leaf that is cut into blocks; negative ones count from the
+        last.
       concat_axis: the dimension of the result along which received blocks are put together.
       axis_index_groups: as for `psum_scatter`.
       tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and

@@ -87,8 +87,8 @@ NOTABLE, LARGE = 4096, 65536
 def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
     """Warns of large leaves that are not compressed, where the caller may not expect that.
 
-    They are equal on all workers, or padding or a limit that the caller did not set (``limited``)
-    keeps more than a tenth of what could be compressed from it.
+    They are equal on all workers, or padding or limits leave out more than a tenth of what could be
+    compressed. Nothing is said of limits that the caller set (``limited``).
     """
     n = axis.size
     equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]

@@ -62,7 +62,8 @@ def psum_scatter(
         along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
         that is not the last one cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced.
+      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
+        last.
       tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
         it is n and is removed.
       method: as for `psum`.

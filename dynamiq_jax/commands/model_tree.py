@@ -35,7 +35,11 @@ def save_model_tree(file: str | Path, params: Any) -> None:
 
 
 def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-    """The leaves by name that `save_model_tree` wrote, in order; refuses what else a file holds."""
+    """Reads what `save_model_tree` wrote: leaves by name, in the order of the file.
+
+    Raises:
+      ValueError: it holds something else.
+    """
     file = Path(file)
     wanted = "expected {name: [shape, dtype]}, as save_model_tree writes it"
     try:
@@ -66,7 +70,7 @@ def model_file(model: str) -> Path | None:
 
 
 def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
-    """The name and leaves of a model: a file, or a number of bf16 parameters of one leaf."""
+    """The name and leaves of a model: a file, or a number as ``125M``: one leaf in bf16."""
     if file := model_file(model):
         return file.name, load_model_tree(file)
     count = parse_params(model)

@@ -119,8 +119,8 @@ def without_control(text: str) -> str:
     return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]+", " ", text)
 
 
-def printable(text: str, most: int = 600) -> str:
+def printable(text: str) -> str:
     """One line without control characters, in which long words and long texts lose their middle."""
     line = without_control(text).replace("\n", " ").strip()
     line = re.sub(r"(\S{60})\S{80,}(\S{20})", r"\1...\2", line)
-    return line if len(line) <= most else f"{line[: most // 2]} ... {line[-most // 2 :]}"
+    return line if len(line) <= 600 else f"{line[:300]} ... {line[-300:]}"

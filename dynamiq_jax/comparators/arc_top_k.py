@@ -26,8 +26,8 @@ from dynamiq_jax.topologies import Topology
 class ARCTopK(native.MatrixMethod):
     """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
 
-    Biased: what is left out is lost without `ErrorFeedback`. V is new in every step by the number
-    in the state; without state only where the caller's key is.
+    Biased: what is left out is lost without `ErrorFeedback`. The sketch's random matrix is new in
+    every step by the number in the state; without a state it is new where the caller's key is.
 
     Attributes:
       density: the part of rows that is sent, above 0 up to 1.

@@ -76,7 +76,10 @@ def unpack_bits(
 def chunk_noise(
     seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
 ) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
-    """(chunk, slot) -> a uniform word for each of 4 k coordinates, independent between slots."""
+    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
+
+    Chunks are multiples of 4 coordinates.
+    """
     rows = slot_noise(seed, n_slots, "independent")
 
     def words(chunk, slot):

@@ -92,7 +92,7 @@ def summed_rows(
     call: Call,
     wire: Wire = "bf16",
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """The sum of the chosen rows for ``x``, NaN in those that are not finite; what it lacks."""
+    """The sum of the chosen rows, NaN where not ``finite``, zero in others; and what it lacks."""
     size = x.shape[0]
     sent, total = native_sum(with_room(rows[chosen], call), wire, call.axis)
     total = (clipped(total) / call.divisor).astype(x.dtype)

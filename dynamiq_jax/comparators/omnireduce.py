@@ -48,7 +48,7 @@ class BlockMethod(NativeMethod, TellsLosses):
     def measured(
         self, x: Float[Array, " d"], call: Call
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
-        """This worker's blocks, and all workers' mean squares, bf16, finite where blocks are."""
+        """This worker's blocks; sums of all workers' mean squares in bf16, finite as blocks are."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         scale, largest = scale_of(blocks), 2.0**126 / call.n_workers

@@ -140,7 +140,7 @@ def parts(density: float, stages: int) -> list[float]:
 
 
 def first_of(above: Bool[Array, " N"], place: Int[Array, ""], room: int) -> Int[Array, " room"]:
-    """The first of the blocks ``above`` and then of others, each from ``place`` on and around."""
+    """The numbers of ``room`` blocks: ``above``, then others, each from ``place`` on and around."""
     first = jnp.roll(above, -place)
     before = jnp.cumsum(first, dtype=jnp.int32)
     index = jnp.arange(above.size, dtype=jnp.int32)

@@ -225,7 +225,7 @@ class ShardedMethod(Method):
 
     @abstractmethod
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits to scatter n slices of ``size`` coordinates; without a topology, to gather them."""
+        """Bits a worker sends to scatter n slices of ``size``, or, without topology, to gather."""
 
 
 class Around(Method):

@@ -89,8 +89,8 @@ class ErrorFeedback(Around):
     has memory of its outer reduction; its inner sums are native.
 
     Memories stay bounded where the encodings of one step together lose less than workers send: a
-    contraction, as the proofs of all four suppose. A warning says where `DynamiQ` is none, as low
-    bits may be, over a ring sooner than over `Direct`: see docs/training-quality.md.
+    contraction, as the proofs of all four suppose. A warning says where `DynamiQ` does not
+    contract: at low bits, over a ring sooner than over `Direct` (docs/training-quality.md).
 
     Coordinates whose result is not finite leave all memories as they were, so that these are always
     finite, and one bad step is forgotten. A bucket in which a finite sum overflows f16 leaves all

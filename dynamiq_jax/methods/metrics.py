@@ -122,9 +122,9 @@ def worst_leaf_error(estimate, exact, *, min_size: int = 0) -> Float[Array, ""]:
     that a leaf of little energy suffers from noise as much as one of much, and `vnmse` hardly sees
     it.
 
-    Both trees have the same structure; arithmetic is f32. A leaf whose exact value is all zero has
-    no relative error and does not count: an estimate of it that is not zero would be infinitely
-    wrong and hide all other leaves. Zero if no leaf counts (unitless).
+    Both trees have the same structure and shapes; arithmetic is f32. A leaf whose exact value is
+    all zero has no relative error and does not count: an estimate of it that is not zero would be
+    infinitely wrong and hide all other leaves. Zero if no leaf counts (unitless).
 
     Leaves of fewer than ``min_size`` coordinates do not count: `psum` sums those below its method's
     ``min_leaf_size`` exactly.

@@ -43,9 +43,10 @@ def liec(
     """LIEC-SGD: local immediate error compensation, compressed both ways.
 
     Every worker applies to its own parameters what its encoding of its gradient lost, in the same
-    step. So workers' parameters differ: bring them together by `jax.lax.pmean`, as the paper does
-    every 32 or 100 steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and
-    `state_specs` of `dynamiq_jax.optax` serve its state.
+    step (`comparators.local_error` has the formulas). So workers' parameters differ: keep every
+    worker's own, and bring them together by `jax.lax.pmean`, as the paper does every 32 or 100
+    steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and `state_specs` of
+    `dynamiq_jax.optax` serve its state.
 
     Args:
       inner: the optimizer, of which every worker has a state of its own; `optax.sgd` in the paper.

@@ -41,7 +41,7 @@ def all_reduce(
 
     Put it first in `optax.chain`: the norm to clip by, and the moments, are those of the mean.
     ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`. If the
-    method keeps a memory call `init` of this module, or ``optimizer.init`` inside the map.
+    method keeps a memory, call `init` of this module, or ``optimizer.init`` inside the map.
 
     Args:
       axis_name: as for `dynamiq_jax.psum`.

@@ -109,7 +109,7 @@ def sharded(
       ``skipped`` of the state.
     * Get the state from `init` of this module, which never holds all of it on one device. Its
       ``masters`` are the model in f32; parameters may be of any floating-point type of up to 32
-      bits. `restore_state` takes it to another number of workers.
+      bits. `restore_state` takes the state to another number of workers.
 
     Args:
       inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as

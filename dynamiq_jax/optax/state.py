@@ -91,7 +91,8 @@ def _specs(opt_state: Tree) -> Tree:
 def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
-    With another number of workers than before the memories of methods start anew.
+    With as many workers as before this is ``saved``, bit for bit. With another number the memories
+    of methods start anew, since every worker had its own.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -141,7 +142,10 @@ def _name(path: tuple) -> str:
 
 
 def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis, if known or ``what`` needs them, and whether a map has the axis."""
+    """Workers on every axis if that is known, and whether a map around us has the axis.
+
+    Refuses ``what`` needs them where they are not known.
+    """
     try:
         return axis_sizes(axis), True
     except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one

@@ -60,7 +60,7 @@ class Route:
         return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
 
     def half_wire_bits(self, part: int, gathers: ShardedMethod | None = None) -> tuple[int, int]:
-        """Bits to scatter slices of ``part``, or gather them by a method; those on outer axes."""
+        """Bits to scatter slices of ``part``, or to gather them; how many are on outer axes."""
         n, levels = self.n_workers, self.runner
         if gathers is not None:
             n_outer = n // levels.n_inner if isinstance(levels, TwoLevels) else n

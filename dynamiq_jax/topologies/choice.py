@@ -1,7 +1,8 @@
 """Which topology `topology=None` means: a rule of facts that all workers share.
 
 1. All devices in one process, or in one NVLink domain: `Direct`, whatever their number.
-2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `across_hosts`.
+2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `Butterfly` among a
+   power of two of hosts, else `Ring`, or `Direct` beyond `MANY` hosts (`across_hosts`).
 3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. On an axis that numbers
    its workers host by host both keep the traffic between hosts as low as a hierarchy would.
    `Direct` would send all of a host's gradients off it.
@@ -46,7 +47,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """The assumptions of `explain` about other devices than JAX's, in words; `None` of these."""
+    """What `explain` assumes of more workers than JAX has devices, in words; `None` of others."""
     n, here = math.prod(sizes), jax.device_count()
     if n <= here:
         return None

@@ -33,7 +33,7 @@ def reduce_in_backward(
     """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
 
     It stands in the loss, where parameters are used. Replicated parameters are returned as they
-    are, cast to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss gives
+    are, cast to varying, and the derivative is `dq.reduce`. So `jax.grad` of such a loss gives
     reduced gradients, in a scan over layers layer by layer:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python

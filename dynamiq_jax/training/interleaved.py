@@ -50,7 +50,7 @@ class Pipeline:
         self._ready: list[Progress] = []
         """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
-        """Reductions that are over and have last kernels, which may run at any time: `LATE`."""
+        """Up to `LATE` reductions that are over but for last kernels, which may run at any time."""
 
     def step(
         self,
@@ -63,8 +63,8 @@ class Pipeline:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
         Returns the reduction and the gradient of the function's input. This gradient waits for the
-        transfers beside the function, and for the kernels that make of them what is sent next, for
-        the gather that is ``coming``, and for the last kernels of all but `LATE` reductions.
+        transfers beside the function, for the kernels that make of them what is sent next, for the
+        gather that is ``coming``, and for the last kernels of all but `LATE` reductions.
         """
         for progress in self._ready:
             progress.exchange()

@@ -58,10 +58,10 @@ def value_and_grad(
     all-reduced over the other data axes (HSDP). With `Hierarchical` the last data axis scatters
     natively, in 16 bits, and the others scatter compressed what it leaves.
 
-    **Sharded parameters are gathered before the loss**, exactly and all at once; a warning has the
-    bytes where they exceed 1 GiB. The remedy is `reduce_in_backward` in the layers, which gathers
-    one layer at a time, compressed: on Explicit axes with ``gather=False``; on Auto axes under
-    `jax.shard_map`, in the place of this function.
+    **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
+    holds the whole model. A warning has the bytes where they exceed 1 GiB. The remedy is
+    `reduce_in_backward` in the layers, which gathers one layer at a time, compressed: on Explicit
+    axes with ``gather=False``; on Auto axes under `jax.shard_map`, in the place of this function.
 
     **Experts**, sharded over the data axes of an Explicit mesh, enter a `jax.shard_map` in the loss
     as shards, with ``gather=False``. Leave out its ``in_specs``, since P() refuses parameters that
@@ -79,8 +79,8 @@ def value_and_grad(
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
-      op: what the loss is over its worker's examples, on Auto axes; it does not count on Explicit
-        ones.
+      op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
+        axes a loss is of all examples, whichever it is.
       reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
         Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
         accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
@@ -89,10 +89,10 @@ def value_and_grad(
         axes, the loss takes their shards. A warning names large ones that pass neither
         `reduce_in_backward` nor a `jax.shard_map`: JAX sums their gradients.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
-        parameters or a prefix of it. By default arrays say it outside of `jax.jit`. Inside, where
-        nobody sees it, ``specs`` is needed if the mesh has Auto axes besides ``axis_name``, and for
-        parameters that are sharded over ``axis_name`` (FSDP): without it every device gathers them
-        and returns whole gradients.
+        parameters or a prefix of it. By default arrays say it outside of `jax.jit`. A program that
+        is being traced does not see it: there ``specs`` is needed if the mesh has Auto axes besides
+        ``axis_name``, and for parameters that are sharded over ``axis_name`` (FSDP). Without it
+        every device gathers these and returns whole gradients.
       batch_specs: how the other arguments are split over Auto data axes: a tuple of PartitionSpecs,
         or of trees of them, one for each positional argument; or a dict of them, for keywords. P()
         leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or with
@@ -107,7 +107,8 @@ def value_and_grad(
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
         workers; nobody checks that). A dict may leave out keys. Without a word floating-point
-        scalars are reduced as the loss is, by ``op`` and ``weight``. All other leaves need a word.
+        scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
+        "sum"). All other leaves need a word.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with

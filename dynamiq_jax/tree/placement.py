@@ -41,7 +41,10 @@ class Surroundings(NamedTuple):
         return self.of_kind(AxisType.Auto, AxisType.Explicit)
 
     def specs(self, tree: Any, specs: Any) -> list[P] | None:
-        """Each leaf's PartitionSpec over the open axes; `None`: automatic ones and no specs."""
+        """The PartitionSpec of each leaf over the open axes.
+
+        `None` if some axes are automatic and no specs were passed.
+        """
         if self.of_kind(AxisType.Auto):
             told = None if specs is None else flat_specs(specs, tree, self.sizes)
             return None if told is None else [only(spec, self.open) for spec in told]
