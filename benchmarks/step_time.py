@@ -3,11 +3,10 @@ r"""Times training steps by the ways of `ways.py`: what a step computes, sends a
     python benchmarks/step_time.py --model 1b --ways bf16-psum,dp:5,zero-pipeline:5/2.5,fsdp:5/8
     NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --model 350m --batch 3
 
-One process with all GPUs, or several, which the environment's NUM_HOSTS, HOST_ID and COORDINATOR
-tell of each other; the first one prints. The model is that of
-`examples/llm_model.py` with the optimizer of `examples/train_llm.py`: bf16 matrix products, f32
-parameters (or masters) and moments, bf16 gradients, state donated, random tokens. The host waits
-for nobody within a sample of several steps.
+One process has all GPUs, or several find each other by NUM_HOSTS, HOST_ID and COORDINATOR in the
+environment; the first one prints. The model is that of `examples/llm_model.py` with the optimizer
+of `examples/train_llm.py`: bf16 matrix products, f32 parameters (or masters) and moments, bf16
+gradients, state donated, random tokens. The host waits for nobody within a sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
 ``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
@@ -352,7 +351,7 @@ def main(
 
 
 def join_hosts() -> None:
-    """Waits for the other processes of which the environment tells, as that of `hosts.py` does."""
+    """Waits for the processes that the environment names, if it does, as `hosts.py` sets it."""
     if "COORDINATOR" in os.environ:
         numbers = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
         jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)

@@ -17,7 +17,7 @@ MOST_WORKERS = 8
 
 
 def check_backend(backend: Backend | None) -> None:
-    """Refuses a ``backend`` that is not known; one that is may not run here."""
+    """Refuses an unknown ``backend``. A known one may still not run here."""
     if backend == "pallas":
         raise ValueError(
             "backend='pallas' is called 'triton'; pass backend='triton', or None (the fastest "

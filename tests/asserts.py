@@ -1,4 +1,4 @@
-"""What tests assert of results: bits, closeness, equal copies, refusals, and the test for bias."""
+"""Assertions about results: bits, closeness, equal copies, refusals, and the test for bias."""
 
 from typing import NamedTuple
 

@@ -1,6 +1,6 @@
 """`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer.
 
-Of sharded parameters (FSDP) shards are gathered in the layers, and gradients are scattered.
+Shards of parameters (FSDP) are gathered in the layers, and gradients are scattered.
 """
 
 import dataclasses

@@ -182,7 +182,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
 ):
     """Each one's last kernels wait with one arrival, about as many with each of the six.
 
-    Of many reductions the first ones' last kernels run beside the backward pass. The ``late``
+    The last kernels of the first of many reductions run beside the backward pass. The ``late``
     results wait for the embedding's gradient.
     """
     functions, params, tokens = model(n_layers)

@@ -1,4 +1,4 @@
-"""What workers get, and where: inputs, meshes, maps, and small models."""
+"""Inputs of workers, meshes, maps, and small models."""
 
 import contextlib
 import functools

@@ -110,8 +110,7 @@ def command(
 def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
     """The first ``n_workers`` of ``gradients`` f32[n, d] in a .npz file, and their leaves.
 
-    It refuses what is not such a file, fewer workers, numbers that are not finite, and leaves that
-    do not fit.
+    It refuses other files, fewer workers, NaN and infinity, and leaves that do not fit.
     """
     names = ("gradients", *Leaves._fields)
     try:
@@ -166,7 +165,7 @@ def measure(
     """The vNMSE of ``reduce(row, axis name, key=key)``, f64[seeds, 1 + leaves]: first that of all.
 
     Gradients are f32[n, d], one for every seed, or one for all of them; ``sizes`` are the
-    coordinates of the leaves, one after the other. Of a sum that is zero it is 0 or infinity.
+    coordinates of the leaves, one after the other. A sum that is zero has 0 or infinity.
     """
     bounds = np.cumsum(sizes).tolist()[:-1]
 

@@ -78,7 +78,7 @@ def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
 
 
 def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """The leaves that can be timed, one at least; refuses one that is too large for test data."""
+    """The floating-point leaves that are not empty; refuses none, and one too large for test data."""
     found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
     if not found:
         raise ValueError(

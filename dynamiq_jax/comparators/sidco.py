@@ -8,7 +8,7 @@ number in use is off by more than `TOLERANCE`, the one whose average is nearest 
 
 Published SIDCo compares every worker's own coordinates. Here the numbers are norms of blocks over
 all workers, and a dense psum sums the same blocks of all. Blocks without room are left out, and
-room that is left goes to other blocks, both in an order that moves on from step to step.
+spare room goes to other blocks, both in an order that moves on from step to step.
 """
 
 import math

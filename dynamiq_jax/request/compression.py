@@ -180,8 +180,8 @@ class Compression(Options):
     ) -> Grouping:
         """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
 
-        Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. Of the wire
-        bits per coordinate that ``bits_of`` tells bf16 takes 16. Other options are `route`'s.
+        Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. ``bits_of``
+        tells wire bits per coordinate; bf16 takes 16. Other options are `route`'s.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []

@@ -47,7 +47,7 @@ def fast_links() -> bool:
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
-    """What `explain` assumes of more workers than JAX has devices, in words; `None` of others."""
+    """Assumptions of `explain` about more workers than JAX has devices, in words, else `None`."""
     n, here = math.prod(sizes), jax.device_count()
     if n <= here:
         return None

@@ -15,8 +15,7 @@ from dynamiq_jax.training.phases import Progress, Traced, cut
 LATE = 4
 """The most reductions whose last kernels wait for the end of the backward pass.
 
-A scatter that waits holds all terms of this worker and the payloads that have arrived, which are
-more than its result.
+A waiting scatter holds all terms of this worker and the arrived payloads: more than its result.
 """
 
 

@@ -224,8 +224,8 @@ def joined(parts: Sequence[Array]) -> Array:
 def _copied(parts: list[Array]) -> Array:
     """`joined` part by part, in the time of one copy.
 
-    XLA's concatenation of more than eight arrays takes four times as long on GPUs, and the scatters
-    that `jax.vmap` would make of these copies longer than that. XLA:GPU compiles one kernel for all
+    XLA's concatenation of more than eight arrays takes four times as long on GPUs. `jax.vmap` would
+    make scatters of these copies, which take longer than that. XLA:GPU compiles one kernel for all
     parts of a shape as long as it does not know where they begin. It knows the unit, a divisor of
     up to 16 coordinates, so that it copies whole words.
     """

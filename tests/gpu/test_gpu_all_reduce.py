@@ -48,7 +48,7 @@ def _gradients(mesh, dtype=jnp.float32):
 @pytest.mark.parametrize("topology", TOPOLOGIES.values(), ids=TOPOLOGIES.keys())
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_replicas_are_equal_and_accurate(topology, dtype):
-    """Those of a sum, and of its halves."""
+    """Replicas of a sum, and of its halves."""
     two_levels = isinstance(topology, dq.Hierarchical)
     mesh = _mesh(lambda n: (2, n // 2), ("node", "gpu")) if two_levels else _mesh()
     if isinstance(topology, dq.Butterfly) and mesh.size & (mesh.size - 1):

@@ -1,10 +1,10 @@
 """Host-clock timing of device work: warm up, interleave, report median and spread.
 
 A sample is the time from the first dispatch until `jax.block_until_ready` returns. It covers
-several iterations, so that dispatching costs little: inside one compiled program
-(`repeat_on_device`) of work that is shorter than its dispatch, else of calls that are waited for
-once (`in_flight`). Programs that are compared are timed in turn within every round, so that a drift
-of clocks or of the machine's load meets all of them alike.
+several iterations, so that dispatching costs little. Work shorter than its dispatch is repeated
+inside one compiled program (`repeat_on_device`). Longer work is called several times and waited for
+once (`in_flight`). Programs to compare are timed in turn within every round, so that a drift of
+clocks or of the machine's load meets all of them alike.
 """
 
 import os
