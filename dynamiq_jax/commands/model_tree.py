@@ -78,7 +78,7 @@ def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
 
 
 def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """The floating-point leaves that are not empty; refuses none, and one too large for test data."""
+    """Floating-point leaves that are not empty, one at least; refuses those too large to draw."""
     found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
     if not found:
         raise ValueError(

@@ -2,8 +2,8 @@
 
     python tests/conformance/jax_own_tests.py PATH/TO/jax
 
-The path is a checkout of JAX's source at the tag of the installed version. It runs the tests
-of `FILES` whose source mentions a collective, three times: with `jax.lax`'s collectives; with ours as
+The path is a checkout of JAX's source at the tag of the installed version. It runs the tests of
+`FILES` whose source mentions a collective, three times: with `jax.lax`'s collectives; with ours as
 they are, where small arrays travel exactly; and with every floating leaf of a psum or pmean sent
 through our own all-reduce, as f32. Tests that call no collective, or fail with `jax.lax`'s, do not
 count. Prints a table, and every test that fails with its error; docs/conformance.md says which
