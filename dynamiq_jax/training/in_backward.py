@@ -64,9 +64,10 @@ def reduce_in_backward(
 
     **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
     others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
-    differentiates it. The derivative by `jax.grad` is refused: JAX's seed is a constant, which XLA
-    counts once for every device. Parameters that are used elementwise with examples, such as a
-    bias, JAX cannot type as reduced: leave them to it by ``Compression(exclude=...)``.
+    differentiates it, and sums the gradients of other parameters, too. The derivative by `jax.grad`
+    is refused: JAX's seed is a constant, which XLA counts once for every device. JAX cannot type
+    parameters as reduced that are used elementwise with examples, such as a bias: leave them to it
+    by ``Compression(exclude=...)``.
 
     * Inside of maps the loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad`
       is inside the map: the derivative of a loss that is averaged already has a 1 / n of its own.
