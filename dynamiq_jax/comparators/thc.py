@@ -1,10 +1,11 @@
 """The THC method (Li et al., NSDI 2024): integers that add up on the way, in native collectives.
 
 Workers agree by a pmax on one scale M for each piece of D = 2^k coordinates, the largest root mean
-square that one of them has. Then z = H diag(s) x / (M sqrt(D)), with signs s that all share, is
-nearly N(0, 1) or narrower (`hadamard`). Clipped to +-T, z rounds stochastically to one of the nodes
--T + 2 T table[k] / g. The integers table[k] of all workers are summed by one native all-reduce, in
-lanes wide enough for the sum. It is exact, so that its order does not matter.
+square that one of them has (the paper's M is the norm, sqrt(D) times this). Then z = H diag(s) x /
+(M sqrt(D)), with signs s that all share, is nearly N(0, 1) or narrower (`hadamard`). Clipped to
++-T, z rounds stochastically to one of the nodes -T + 2 T table[k] / g. The integers table[k] of all
+workers are summed by one native all-reduce, in lanes wide enough for the sum. It is exact, so that
+its order does not matter.
 
 A *table* is an increasing integer array from 0 to its *granularity* g. The *threshold* T leaves a
 fraction p of N(0, 1) to be clipped, which is the only bias.
