@@ -121,7 +121,7 @@ class Method(Options, ABC):
     """How one flat array is reduced over one axis; the seam between pytrees and methods.
 
     A hop method (`methods.hops.HopMethod`) is a codec that runs over topologies. A native method
-    calls XLA's collectives by itself.
+    calls XLA's collectives by itself. Subclasses are frozen dataclasses of static options.
     """
 
     __slots__ = ()
@@ -171,7 +171,10 @@ class Method(Options, ABC):
 
     @abstractmethod
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """The sum over the axis, over the divisor, in x's dtype, and the next step's state."""
+        """The sum over the axis, over the divisor, in x's dtype, and the next step's state.
+
+        All workers get the same bits.
+        """
 
     @abstractmethod
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
@@ -204,7 +207,10 @@ class TellsLosses(Method):
     __slots__ = ()
 
     def lost(self, n_workers: int, topology: Topology | None) -> float | None:
-        """About the energy of losses over that of what is sent, where most is lost, if known."""
+        """About the energy of all losses over that of what workers send (unitless).
+
+        It is that of the blocks that lose most; `None` if the method does not know.
+        """
         return None
 
 

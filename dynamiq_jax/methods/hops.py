@@ -52,7 +52,10 @@ class HopMethod(TellsLosses):
     def codec(
         self, x: Float[Array, " d"], shared: Shared, layout: Layout, call: Call
     ) -> ChunkCodec:
-        """The operations on one worker's ``x``; the result, over the divisor, has its dtype."""
+        """The operations on one worker's ``x``; the result, over the divisor, has its dtype.
+
+        With `Call.keep_error` the codec tells what its encodings lose.
+        """
         raise NotImplementedError
 
     def facts(self, shared: Shared, result: Array, layout: Layout, call: Call) -> PayloadFacts:
