@@ -100,6 +100,16 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     assert_close(found, {name: x.mean(axis=0) for name, x in inputs().items()}, rtol=1e-5)
 
 
+def test_pairs_of_workers_reduce_their_shards():
+    options = {"method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options["axis_index_groups"] = [[0, 2], [3, 1]]
+    pairs = lambda tree: jax.tree.map(lambda x: x[None], dq.psum(tree, "data", **options))
+    run = over_data(mesh_of(), pairs, check_vma=False, out_specs=P("data"))
+    assert moved(run, placed(mesh_of())) == 0
+    sums = {name: x + np.roll(x, 2, axis=0) for name, x in inputs().items()}
+    assert_close(run(placed(mesh_of())), sums)
+
+
 @functools.cache
 def expected():
     """The result of each device along the model axis, from meshes of a data axis alone."""
