@@ -160,6 +160,22 @@ def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told)
         assert_copies_equal(mapped(tree))
 
 
+def test_derivatives_are_those_of_the_exact_mean():
+    def gradient_of(pmean):
+        def loss(tree):
+            return sum(jnp.sum(leaf**3) for leaf in pmean(tree).values())
+
+        return over_data(mesh_of(), lambda t: lax.pmean(jax.grad(loss)(t), "data"))(
+            placed(mesh_of())
+        )
+
+    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    found = gradient_of(functools.partial(dq.pmean, **options))
+    exact = gradient_of(lambda tree: lax.pmean(tree, "data"))
+    assert all(np.any(np.asarray(leaf)) for leaf in exact.values())
+    assert_close(found, exact)
+
+
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
