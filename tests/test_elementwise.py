@@ -111,11 +111,20 @@ REFUSED = {
     ),
     # The others gave up to all rows wrong, without an error, when every worker ran them on slices.
     "padding row": (each(lambda g: g.at[0].set(0.0)), "'scatter'"),
+    "first rows": (each(lambda g: g.at[:5].multiply(0.0)), "'scatter-mul'"),
+    "update of a slice": (
+        each(lambda g: lax.dynamic_update_slice(g, jnp.zeros((1,) * g.ndim), (0,) * g.ndim)),
+        "'dynamic_update_slice'",
+    ),
     "iota mask": (
         each(lambda g: jnp.where(lax.broadcasted_iota(jnp.int32, g.shape, 0) < 5, 0.0, g)),
         "'select_n'.* split differently",
     ),
     "minus the first row": (each(lambda g: g - g[:1]), "'slice'"),
+    "rev": (each(lambda g: g[::-1]), "'rev'"),
+    "concatenate": (each(lambda g: jnp.concatenate([g, g])[: len(g)]), "'concatenate'"),
+    "cumsum": (each(lambda g: jnp.cumsum(g, 0)), "'cumsum'"),
+    "transpose": (each(lambda g: g.T.reshape(g.shape)), "'transpose'"),
     "map over rows": (each(lambda g: lax.map(lambda row: row / (1 + row.ravel()[0]), g)), "'scan'"),
 }
 

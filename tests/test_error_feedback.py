@@ -3,6 +3,7 @@
 `test_every_method` and `test_nonfinite` have rows of it; here is what memories promise.
 """
 
+import dataclasses
 import functools
 import re
 import warnings
@@ -108,6 +109,21 @@ def test_delivered_and_remembered_make_up_the_inputs(kind, name):
     assert all(np.any(leaf) for leaf in (state.residual, state.sent) if leaf is not None)
     if kind == "ef14":
         assert relative_error(results.mean(axis=0), exact) < errors[0] / 8
+
+
+def test_every_bucket_has_a_memory_of_its_own():
+    """Nothing that one bucket loses reaches another of the same size."""
+    method = feedback(dq.comparators.MXFP4())
+    tree = {"lossy": gradient(0, 3, SIZE), "zeros": np.zeros((3, SIZE), np.float32)}
+    own = jax.tree.map(lambda x: x[0], tree)
+    request = dataclasses.replace(method, bucket_bytes=0, topology=DIRECT)
+    state = request.init_state(own, 3, stacked=True)
+    reduce = functools.partial(dq.reduce, axis_name="data", method=request)
+    step = jax.jit(jax.vmap(lambda x, state: reduce(x, state=state), axis_name="data"))
+    for _ in range(2):
+        found, state, _ = step(tree, state)
+        assert [bool(np.any(bucket.residual)) for bucket in state] == [True, False]
+        assert not np.any(found["zeros"])
 
 
 def test_econtrol_sends_a_tenth_of_the_residual():

@@ -318,6 +318,12 @@ def test_a_leaf_that_does_not_vary():
     with raises(ValueError, "leaf <root>", "already summed", "dq.value_and_grad"):
         shard_mapped(summed, jnp.ones(300_000), jnp.ones(8), in_specs=(P(), P("data")))
 
+    def scattered(w, x):
+        return dq.psum_scatter({"w": w, "fine": x}, "data", tiled=True)
+
+    with raises(ValueError, "leaf ['w'] (float32[524288])", "do not vary over axis 'data'"):
+        shard_mapped(scattered, jnp.ones(2**19), jnp.ones(64), in_specs=(P(), P("data")))
+
 
 def test_a_state_is_of_leaves_that_vary():
     method = dq.ErrorFeedback(dq.DynamiQ())

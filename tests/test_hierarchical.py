@@ -238,3 +238,10 @@ def test_inner_groups_scatter_with_noise_of_their_own(name):
     x = jnp.broadcast_to(jnp.tile(row, 8), (8, 8 * row.size))
     slices = halves(x, CHEAP, HALVES[name])[0].reshape(8, -1)
     assert len({found.tobytes() for found in slices}) == 8
+
+
+def test_inner_workers_send_their_slices_with_noise_of_their_own():
+    """Slices of equal values are rounded apart."""
+    x = jnp.broadcast_to(jnp.tile(gradient(4, 1, 16 * 256)[0], 4), (2, 4, 4 * 16 * 256))
+    found = on_one_device(2, CHEAP, HALVES["native inside"])(x, jax.random.key(0))
+    assert len({part.tobytes() for part in found[0, 0].reshape(4, -1)}) == 4

@@ -100,6 +100,16 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     assert_close(found, {name: x.mean(axis=0) for name, x in inputs().items()}, rtol=1e-5)
 
 
+def test_pairs_of_workers_reduce_their_shards():
+    options = {"method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options["axis_index_groups"] = [[0, 2], [3, 1]]
+    pairs = lambda tree: jax.tree.map(lambda x: x[None], dq.psum(tree, "data", **options))
+    run = over_data(mesh_of(), pairs, check_vma=False, out_specs=P("data"))
+    assert moved(run, placed(mesh_of())) == 0
+    sums = {name: x + np.roll(x, 2, axis=0) for name, x in inputs().items()}
+    assert_close(run(placed(mesh_of())), sums)
+
+
 @functools.cache
 def expected():
     """The result of each device along the model axis, from meshes of a data axis alone."""
@@ -148,6 +158,22 @@ def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told)
         assert_each_as_alone(mapped(tree))
     else:  # nobody tells copies from shards
         assert_copies_equal(mapped(tree))
+
+
+def test_derivatives_are_those_of_the_exact_mean():
+    def gradient_of(pmean):
+        def loss(tree):
+            return sum(jnp.sum(leaf**3) for leaf in pmean(tree).values())
+
+        return over_data(mesh_of(), lambda t: lax.pmean(jax.grad(loss)(t), "data"))(
+            placed(mesh_of())
+        )
+
+    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    found = gradient_of(functools.partial(dq.pmean, **options))
+    exact = gradient_of(lambda tree: lax.pmean(tree, "data"))
+    assert all(np.any(np.asarray(leaf)) for leaf in exact.values())
+    assert_close(found, exact)
 
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------

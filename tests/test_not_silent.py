@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
+import dynamiq_jax.optax
 from dynamiq_jax.request.compression import as_compression
 
 N = 4
@@ -30,11 +31,14 @@ def as_varying(tree):
 class TestLeavesThatAreEqualEverywhere:
     """Large ones are mostly gradients of replicated parameters, summed already."""
 
-    @pytest.mark.parametrize("reduce", ["pmean", "reduce"])
-    def test_their_mean_warns_and_names_leaf_and_remedy(self, reduce):
+    @pytest.mark.parametrize("way", ["pmean", "reduce", "in a chain"])
+    def test_their_mean_warns_and_names_leaf_and_remedy(self, way):
         def run(tree):
-            found = getattr(dq, reduce)(tree, "data", method=CHEAP)
-            return as_varying(found if reduce == "pmean" else found.tree)
+            if way == "in a chain":
+                rule = dynamiq_jax.optax.all_reduce("data", method=CHEAP)
+                return as_varying(rule.update(tree, rule.init(tree))[0])
+            found = getattr(dq, way)(tree, "data", method=CHEAP)
+            return as_varying(found if way == "pmean" else found.tree)
 
         leaf = r"leaf \['w'\] \(float32\[300, 300\]\) and 0 more"
         with pytest.warns(UserWarning, match=leaf) as w:

@@ -239,6 +239,20 @@ def test_energy_is_what_the_mean_leaves():
     np.testing.assert_array_equal(widths[1::2], 4)
 
 
+def test_bad_super_groups_take_no_bits_from_others():
+    """The plan is that of zeros in their place, but for the sum."""
+    method, n, rows = dq.DynamiQ(format=dq.Format(subtract_mean=True)), 2, 64
+    bad = np.array([5, 17])
+    zeros = statistics(n, rows).at[:, bad].set(0.0)
+    stats = zeros.at[0, bad].set(jnp.array([np.nan, np.inf], jnp.bfloat16))
+    plan, expected = (planned(x, NO_KEY, method, rows * 256, n) for x in (stats, zeros))
+    np.testing.assert_array_equal(plan.order, expected.order)
+    np.testing.assert_array_equal(plan.tiles, expected.tiles)
+    np.testing.assert_array_equal(plan.mean, expected.mean)
+    np.testing.assert_array_equal(plan.energy, expected.energy)
+    np.testing.assert_array_equal(plan.mean_sum, expected.mean_sum.at[bad].set(np.nan))
+
+
 def test_messages_are_finite_exactly_where_the_gradient_is():
     method = dq.DynamiQ(format=dq.Format(subtract_mean=True))
     layout = layout_of(method, 3 * 256, 4)

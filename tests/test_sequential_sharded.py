@@ -222,8 +222,10 @@ def test_payloads_that_stay_are_not_gathered_again(functions):
     assert gathers == 2 * len(functions) and twice == 2 * gathers  # scales and payloads
 
 
-@pytest.mark.parametrize("key", daily([None, 7], [7]))
-def test_both_passes_gather_the_same_bits(key):
+@pytest.mark.parametrize(
+    ("key", "reshard"), daily([(None, True), (7, True), (7, False)], [(7, True), (7, False)])
+)
+def test_both_passes_gather_the_same_bits(key, reshard):
     """The gradient of a product with the parameters says what the backward pass has gathered."""
     params = [np.float32(x) for x in np.random.default_rng(0).standard_normal((3, 8, 64))]
     key = None if key is None else jax.random.key(key)
@@ -231,7 +233,7 @@ def test_both_passes_gather_the_same_bits(key):
     options = {"specs": [P("data")] * 3, "gather": SOME, "key": key}
 
     def run(shards):
-        total = of_shards([square] * 3, **options)
+        total = of_shards([square] * 3, reshard_after_forward=reshard, **options)
         seen = of_shards([lambda w, x: (*x, w)] * 3, **options)(shards, ())
         return jax.grad(total)(shards, jnp.float32(0)), [w[None] for w in seen]
 

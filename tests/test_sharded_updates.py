@@ -194,6 +194,13 @@ def test_a_step_that_is_not_finite_changes_nothing(compressed):
         assert (int(state.step), int(state.skipped)) == (1 + count, count)
 
 
+def test_every_step_has_noise_of_its_own(compressed):
+    (state, params, step), (_, batches) = compressed, problem()
+    later = dataclasses.replace(state, step=state.step + 1)
+    (first, _), (other, _) = (step(params, own, batches[0]) for own in (state, later))
+    assert np.mean(np.asarray(first["in"]) != np.asarray(other["in"])) > 0.1
+
+
 def test_outside_of_maps_on_explicit_axes():
     """The loss is that of all examples; `test_ways` has a mesh of one axis."""
     specs = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(), "scale": P()}
