@@ -225,7 +225,7 @@ def test_shards_of_an_axis_of_size_1_are_whole():
     assert layout.ours(told=False, metrics=True)(*layout.placed())[1].metrics.norm > 0
 
 
-@pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["automatic"]))
+@pytest.mark.parametrize("kind", ["automatic", "explicit"])
 def test_a_state_of_model_shards(kind):
     """Error feedback with a tensor-parallel axis: every step takes the state of the one before."""
     layout = LAYOUTS["tensor parallel"]

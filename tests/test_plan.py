@@ -244,7 +244,7 @@ def test_bad_super_groups_take_no_bits_from_others():
     method, n, rows = dq.DynamiQ(format=dq.Format(subtract_mean=True)), 2, 64
     bad = np.array([5, 17])
     zeros = statistics(n, rows).at[:, bad].set(0.0)
-    stats = zeros.at[0, bad].set(jnp.array([np.nan, np.inf], jnp.bfloat16))
+    stats = zeros.at[:, bad].set(jnp.array([np.nan, np.inf], jnp.bfloat16))
     plan, expected = (planned(x, NO_KEY, method, rows * 256, n) for x in (stats, zeros))
     np.testing.assert_array_equal(plan.order, expected.order)
     np.testing.assert_array_equal(plan.tiles, expected.tiles)
