@@ -74,8 +74,7 @@ class Pipeline:
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
-        ended = max(len(self._done) - LATE, 0)
-        now, self._done = self._done[:ended], self._done[ended:]
+        now, self._done = self._done[:-LATE], self._done[-LATE:]
         return begun, hold([*self._ready, *now], gradient)
 
     def finish(self) -> None:
