@@ -180,12 +180,10 @@ class _MX(PlainMethod):
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """Payloads of `encode`."""
         element, size = ELEMENTS[self.element], layout.chunk_size
-        words = lanes.chunk_noise(shared, call.n_slots, layout)
-
-        def encoded(values, chunk, slot):
-            noise = words(chunk, slot) if self.rounding == "stochastic" else None
-            return encode(values, element, noise)
-
+        noise = lambda chunk, slot: None
+        if self.rounding == "stochastic":
+            noise = lanes.chunk_noise(shared, call.n_slots, layout)
+        encoded = lambda values, chunk, slot: encode(values, element, noise(chunk, slot))
         return x, PlainCodec(encoded, lambda payload, _: decode(payload, size, element))
 
 
