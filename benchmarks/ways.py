@@ -11,6 +11,7 @@ with it.
 """
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -495,6 +496,9 @@ def make_way(text: str, training: Training) -> Way:
     return kind.build(training, checkpoint, *methods)
 
 
+_numbers = itertools.count()
+
+
 def jitted(way: Way) -> Any:
     """The step under `jax.jit`; it donates the state."""
 
@@ -503,6 +507,8 @@ def jitted(way: Way) -> Any:
         with compiled_by(way.options):
             return way.step(state, tokens)
 
+    # Processes that share one compiled program find it by the function's name.
+    step.__name__ = f"step_{next(_numbers)}"
     return jax.jit(step, donate_argnums=0, compiler_options=way.options or None)
 
 

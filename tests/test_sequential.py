@@ -242,7 +242,7 @@ TABLE = np.arange(5, dtype=np.float32)
 
 
 def trace(function, *args):
-    return cut(*jax.make_jaxpr(function, return_shape=True)(*args))
+    return cut(*jax.make_jaxpr(function, return_shape=True)(*args), small=0)
 
 
 def chained(x, y):
@@ -358,6 +358,37 @@ def test_runs_of_one_function_share_what_they_compute():
 
     calls, sums = 3, 2
     assert lines(9) - lines(1) <= 8 * (calls + sums)
+
+
+def test_small_sums_that_nothing_waits_for_run_when_the_result_is_read():
+    """Those of all functions then stand side by side, and XLA makes one all-reduce of them."""
+
+    def function(x, y):
+        return lax.psum(jnp.exp(lax.psum(x, "data")), "data") + 1, 3 * lax.psum(y, "data")
+
+    def run(x, y, most):
+        shapes = jax.make_jaxpr(function, return_shape=True)(x, y)
+        progress, count = Progress.start(cut(*shapes, small=most), x, y), 0
+        progress.compute()
+        while not progress.done:
+            progress.exchange()
+            progress.compute()
+            count += 1
+        late = len(progress._traced.late)
+        return progress.result, (count, late)
+
+    x, y = jnp.arange(float(N * 512)).reshape(N, 512) / 4096, jnp.ones((N, 2))
+    for most, facts in ((4, (2, 0)), (8, (2, 2)), (2**15, (1, 4))):  # rounds, late operations
+        counts = []
+
+        def both(x, y, most=most, counts=counts):
+            found, count = run(x, y, most)
+            counts.append(count)
+            return found, function(x, y)
+
+        found, expected = jax.jit(jax.vmap(both, axis_name="data"))(x, y)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        assert counts == [facts]
 
 
 def test_a_primitive_that_is_not_known_is_one_round_and_said_so():

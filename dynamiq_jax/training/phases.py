@@ -16,6 +16,7 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -40,6 +41,9 @@ WHOLE = frozenset("scan while cond shard_map".split())
 
 VIEWS = frozenset("reshape slice squeeze".split())
 """Names of primitives that compute nothing. XLA joins them with what takes their results."""
+
+SMALL = 2**15
+"""Bytes of an all-reduce that is not worth a round: a norm's scales, not a layer's statistics."""
 
 Slot = int
 """Number of a value."""
@@ -74,7 +78,10 @@ class Traced(NamedTuple):
     """The last operations, which only divide and shape what the others have computed. All are part
     of the results."""
     sources: tuple[Slot, ...]
-    """The slots that the views, and with them the results, are made of."""
+    """The slots that the views and late operations, and with them the results, are made of."""
+    late: tuple[Operation, ...]
+    """Sums of small arrays that no other collective waits for, and what is made of them. They run
+    when the result is read: XLA then makes one sum of those of several functions."""
     constants: dict[Slot, Any]
     takes: tuple[Slot, ...]
     """The slots of the arguments' leaves."""
@@ -100,8 +107,11 @@ def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def cut(closed: Any, shapes: Any) -> Traced:
-    """Cuts a program at its collectives; `jax.make_jaxpr` gives it, and its result's shapes."""
+def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
+    """Cuts a program at its collectives; `jax.make_jaxpr` gives it, and its result's shapes.
+
+    All-reduces of at most ``small`` bytes are late if no other collective waits for them.
+    """
     numbers = itertools.count()
     takes = tuple(itertools.islice(numbers, len(closed.in_avals)))
     rounds: dict[Slot, int] = dict.fromkeys(takes, 0)
@@ -136,16 +146,19 @@ def cut(closed: Any, shapes: Any) -> Traced:
         return [read(atom) for atom in jaxpr.outvars]
 
     makes = walk(closed, takes)
+    operations, late = _without_late(operations, small)
     computed, views = _without_views(operations, makes)
-    viewed = {slot for op in views for slot in op.makes}
-    wanted = slots(itertools.chain(*(op.takes for op in views), makes))
+    viewed = {slot for op in (*late, *views) for slot in op.makes}
+    wanted = slots(itertools.chain(*(op.takes for op in (*late, *views)), makes))
     sources = tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
     count = max((op.round + 1 for op in computed if op.moves), default=0)
     moving = [op for op in computed if op.moves]
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
     treedef = jax.tree.structure(shapes)
-    return Traced(found, computations, views, sources, constants, takes, tuple(makes), treedef)
+    return Traced(
+        found, computations, views, sources, late, constants, takes, tuple(makes), treedef
+    )
 
 
 def _computation(
@@ -165,6 +178,36 @@ def _computation(
         return {slot: values[slot] for slot in leaves}
 
     return Computation(tuple(slot for slot in taken if slot not in made), compute)
+
+
+def _without_late(
+    operations: Sequence[Operation], small: int
+) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
+    """All operations but late ones, and the late ones; see `Traced.late`."""
+    leads: set[Slot] = set()  # the values that some collective depends on
+    ends: set[int] = set()  # the numbers of small sums that no collective depends on
+    for number, op in reversed([*enumerate(operations)]):
+        if op.moves or not leads.isdisjoint(op.makes):
+            if op.moves and leads.isdisjoint(op.makes) and _sum_bytes(op.equation) <= small:
+                ends.add(number)
+            leads.update(slots(op.takes))
+    made: set[Slot] = set()
+    kept, late = [], []
+    for number, op in enumerate(operations):
+        if number in ends or not made.isdisjoint(slots(op.takes)):
+            made.update(op.makes)
+            late.append(op)
+        else:
+            kept.append(op)
+    return tuple(kept), tuple(late)
+
+
+def _sum_bytes(equation: JaxprEqn) -> float:
+    """The bytes that an all-reduce sums; infinity for other equations."""
+    if equation.primitive.name not in ("psum", "psum_invariant"):
+        return math.inf
+    shapes = [variable.aval for variable in equation.outvars]
+    return sum(x.size * x.dtype.itemsize for x in shapes)  # type: ignore[attr-defined]
 
 
 def _without_views(
@@ -212,6 +255,7 @@ class Progress:
     @property
     def result(self) -> Any:
         """The result of the function."""
+        run(self._traced.late, self._values)
         run(self._traced.views, self._values)
         leaves = self._traced.makes
         return self._traced.treedef.unflatten(
