@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import timeline
 import typer
 import ways
 from jax import Array
@@ -203,8 +204,11 @@ def profiled(step: Callable, state: Any, tokens: Array) -> Any:
     return state
 
 
-def profile(step: Callable, state: Any, tokens: Array, folder: Path) -> None:
-    """Leaves a profile of three steps."""
+def profile(step: Any, state: Any, tokens: Array, folder: Path) -> None:
+    """Leaves a profile of three steps of a compiled function, for `timeline.py`."""
+    found = timeline.collectives_of(step.as_text(), jax.local_device_count())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / timeline.COLLECTIVES).write_text(json.dumps(found, indent=1) + "\n")
     with jax.profiler.trace(folder):
         for _ in range(3):
             state, loss = step(state, tokens)
@@ -273,7 +277,9 @@ def measure(
             state = profiled(step, state, tokens)
         state, loss, times = time_steps(step, state, tokens, samples, steps)
         if profiles:
-            profile(step, state, tokens, profiles / text.replace(":", "-").replace("/", "-"))
+            profile(
+                program.step, state, tokens, profiles / text.replace(":", "-").replace("/", "-")
+            )
     p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
     flops = training_flops(config, way.model.shapes, run.tokens_per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)

@@ -146,8 +146,8 @@ def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
         return [read(atom) for atom in jaxpr.outvars]
 
     makes = walk(closed, takes)
-    operations, late = _without_late(operations, small)
-    computed, views = _without_views(operations, makes)
+    early, late = _without_late(operations, small)
+    computed, views = _without_views(early, makes)
     viewed = {slot for op in (*late, *views) for slot in op.makes}
     wanted = slots(itertools.chain(*(op.takes for op in (*late, *views)), makes))
     sources = tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
