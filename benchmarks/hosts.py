@@ -198,6 +198,8 @@ class Hosts:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, visible))
             # Without the first, NCCL finds one machine, and takes NVLink.
             env |= {"NCCL_HOSTID": f"host{i}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": NIC}
+            # Without it JAX finds one machine, and the library takes its links for NVLink.
+            env["JAX_PARTITION_INDEX"] = str(i)
             env.setdefault("NCCL_SOCKET_NTHREADS", "4")
             env.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
             # Processes that tune kernels apart compile programs whose collectives differ in order:

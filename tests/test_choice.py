@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
+from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import choice as rule
@@ -61,7 +62,7 @@ def hosts(monkeypatch):
 )
 def test_domains_of_several_processes(hosts, found, one_domain):
     hosts(2, found)
-    assert rule.in_one_domain() == one_domain
+    assert links.in_one_domain() == one_domain
 
 
 @pytest.mark.parametrize(
@@ -169,7 +170,7 @@ SLOW = "NVIDIA H100 PCIe", "NVIDIA A100-PCIE-40GB", "NVIDIA RTX A6000", "cpu"
 def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind):
     hosts(1, devices(kind=kind))
     fast = kind in FAST
-    assert rule.fast_links() == fast
+    assert links.fast_links() == fast
     least = psum_bytes(8)
     sizes = least // 2 - 1, least // 2
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in sizes)

@@ -2,6 +2,10 @@
 
 import functools
 import math
+import os
+import subprocess
+import sys
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -16,7 +20,7 @@ from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.core import xla
+from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import steps_of
@@ -121,13 +125,18 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
     assert both.count("transport='permutes'") == both.count("transport='collectives'") == 1
 
 
+CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+
+
 @pytest.fixture
 def peers(monkeypatch):
     """As on a machine with several GPUs, whose XLA knows the options."""
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
-    for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(xla, "in_one_domain", lambda: True)
+    for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS", CHANNELS):
+        monkeypatch.setenv(name, "")  # so that what a test sets is gone after it
+        monkeypatch.delenv(name)
     return monkeypatch
 
 
@@ -136,9 +145,14 @@ EARLY = APART | {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
 }
+BETWEEN = APART | {
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
 NOT_PEERS = [
     ("setattr", (jax, "default_backend", lambda: "cpu"), {}),
     ("setattr", (jax, "device_count", lambda: 1), {}),
+    ("setattr", (xla, "_between_hosts", lambda: True), BETWEEN),
     ("setattr", (jax, "process_count", lambda: 2), APART),
     ("setattr", (xla, "_is_known", lambda name, value: False), {}),
     ("setattr", (xla, "_is_known", lambda name, value: "permute_mode" not in name), EARLY),
@@ -149,8 +163,31 @@ NOT_PEERS = [
 @pytest.mark.parametrize(("how", "what", "options"), NOT_PEERS)
 def test_options_are_empty_where_they_do_not_apply(how, what, options, peers):
     getattr(peers, how)(*what)
+    between = options == BETWEEN
+    peers.setattr(xla, "_peers", xla._peers if not between else lambda: False)
     assert xla.compiler_options() == options
     assert xla.copy_engines() is None
+    assert os.environ.get(CHANNELS) == ("0" if between else None)
+    assert (xla.starts_early() is None) == (not between)
+
+
+def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
+    """Two processes of two NVLink domains; JAX's devices tell the domains."""
+    peers.setattr(jax, "process_count", lambda: 2)
+    peers.setattr(jax, "device_count", lambda: 4)
+    peers.setattr(xla, "in_one_domain", links.in_one_domain)
+    kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
+    for domains in (2, 1):
+        own = [SimpleNamespace(slice_index=i % domains, **kind) for i in range(4)]
+        peers.setattr(jax, "devices", lambda own=own: own)
+        tree = jax.ShapeDtypeStruct((2**22,), jnp.float32)
+        reason = dq.explain(tree, 4, topology=dq.Direct(), verbose=False).reason
+        assert ("starts transfers early, 4 at a time" in reason) == (domains == 2)
+        assert xla.compiler_options() == (BETWEEN if domains == 2 else APART)
+    peers.setenv(CHANNELS, "1")
+    peers.setattr(xla, "_between_hosts", lambda: True)
+    xla.compiler_options()
+    assert os.environ[CHANNELS] == "1"
 
 
 def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
@@ -184,6 +221,45 @@ def test_what_jit_traces_knows_of_its_options(peers):
     own.trace(1.0, number=1)
     jax.jit(step, static_argnames="number").trace(1.0, number=2)
     assert found == [(1, "dq.jit compiles the program"), (2, None)]
+
+
+def test_jit_is_a_function_of_jax_jit_and_of_classes():
+    @partial(dq.jit, static_argnames="power", donate_argnums=())
+    def f(x, *, power):
+        """Raises."""
+        return x**power
+
+    assert (f.__name__, f.__doc__, float(f(3.0, power=2))) == ("f", "Raises.", 9.0)
+    assert f.lower(2.0, power=3).compile()(2.0) == 8.0
+    assert f.eval_shape(2.0, power=3).shape == ()
+    assert jax.jit(jax.vmap(partial(f, power=2)))(jnp.arange(3.0)).tolist() == [0, 1, 4]
+    f.clear_cache()
+
+    class Trainer:
+        scale = 3
+
+        @partial(dq.jit, static_argnums=0)
+        def step(self, x):
+            return self.scale * x
+
+    assert float(Trainer().step(2.0)) == 6.0
+    with pytest.raises(ValueError, match="nothing"):
+        dq.jit(lambda x: x, static_argnames="nothing")
+
+
+def test_jit_starts_no_backend_where_it_decorates():
+    """JAX's own start of processes comes after, and refuses to if a backend is there."""
+    script = """
+import socket, jax, dynamiq_jax as dq
+@dq.jit
+def step(x): return x + 1
+with socket.socket() as s:
+    s.bind(("127.0.0.1", 0)); port = s.getsockname()[1]
+jax.distributed.initialize(f"127.0.0.1:{port}", 1, 0)
+print("step", float(step(1.0)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "step 2.0" in done.stdout, done.stderr
 
 
 def exchanged(tree, axes, *, to_all):

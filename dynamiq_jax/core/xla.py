@@ -1,5 +1,13 @@
 """XLA's options under which reductions overlap, and payloads travel by copy engines.
 
+`jit` takes them from what JAX knows of the links between its devices, at the first call of a
+program. `compiler_options` is the rule:
+
+* one process: transfers start early, and permutes are copies by engines, if there are such;
+* processes on several hosts: transfers start early, up to four at a time, so that the network has
+  the next payload before the last one has arrived;
+* processes that share one NVLink domain: XLA's own order.
+
 By default a collective is a kernel of NCCL, which takes multiprocessors and memory bandwidth from
 the kernels beside it. With these options a `ppermute` between GPUs of one process is a copy by an
 engine that does nothing else: faster than NCCL's on NVLink, and at no cost to kernels.
@@ -14,24 +22,34 @@ from typing import Any
 
 import jax
 
+from dynamiq_jax.core.links import in_one_domain
+
 _FLAG = "xla_gpu_collective_permute_mode"
 _COPIES: dict[str, Any] = {_FLAG: "COLLECTIVES_PEER_MEMORY"}
 _APART: dict[str, Any] = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
 """XLA combines all-reduces of up to so many bytes. By default it would make one of the light ones
 of all buckets, which then wait for the last gradient."""
+_START = "xla_gpu_experimental_collective_start_as_early_as_possible"
+_AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _EARLY: dict[str, Any] = {
     # XLA starts a transfer as late as its model of NVLink allows: on a slower link too late.
-    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    _START: True,
     # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    _AT_ONCE: 8,
 }
-"""In one process. Two hosts of one H100, 25 Gb/s between them, gained nothing from these options
-(docs/multihost.md): users who want them pass them."""
+"""In one process."""
+_BETWEEN_HOSTS: dict[str, Any] = {_START: True, _AT_ONCE: 4}
+"""Sharded updates of 1.1 B parameters between two H200 at 25 Gb/s take 198 ms a step in the place
+of 215; one at a time 215, two 199. Either option alone gains nothing (docs/multihost.md)."""
+_OWN_CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+"""NCCL's variable. XLA splits communicators of all GPUs into those of a host. By default these keep
+the number of channels that suits the network: 2 in the place of 24 over NVLink, so that a
+reduce-scatter of 121 MB inside of a host takes 2.1 ms in the place of 0.3."""
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 """Whether the program that is traced will be compiled so that permutes are copies by engines."""
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
     """`jax.jit` with the compiler options under which reductions overlap.
 
         @functools.partial(dq.jit, donate_argnums=0)
@@ -39,24 +57,57 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
 
     Use it for the outermost `jax.jit` of a program that reduces. On GPUs the options keep the light
     all-reduces of different buckets apart, so that a bucket need not wait for all gradients. In one
-    process transfers start as early as they may, several at a time: `sequential` needs that. If the
+    process and between hosts transfers start as early as they may, several at a time. If the
     GPUs of this process may read each other's memory, copy engines move the payloads: a topology
     without ``transport`` sends by permutes where it is traced inside of this function
     (`dynamiq_jax.topologies.choice`).
+
+    The options follow from JAX's devices at the first call (or ``lower``, ``trace``, ...), since
+    asking for devices starts JAX's backend: a step may be decorated ahead of
+    `jax.distributed.initialize`. `explain` says what was chosen.
 
     In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
     and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
     `XLA_FLAGS` has the same effect. Arguments are those of `jax.jit`; ``compiler_options`` are
     added to ours.
     """
-    chosen = compiler_options() | (options.pop("compiler_options", None) or {})
+    given = options.pop("compiler_options", None) or {}
+    jax.jit(function, **options)  # refuses wrong options here, not at the first call
+    return Jitted(function, options, given)
 
-    @functools.wraps(function)
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        with compiled_by(chosen):
-            return function(*args, **kwargs)
 
-    return jax.jit(traced, compiler_options=chosen or None, **options)
+class Jitted:
+    """What `jit` returns: the function that `jax.jit` makes, once devices are known."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any], given: Any):
+        functools.update_wrapper(self, function)
+        self._function, self._options, self._given = function, options, given
+
+    @functools.cached_property
+    def _jitted(self) -> Any:
+        chosen = compiler_options() | dict(self._given)
+        function = self._function
+
+        @functools.wraps(function)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            with compiled_by(chosen):
+                return function(*args, **kwargs)
+
+        return jax.jit(traced, compiler_options=chosen or None, **self._options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the compiled function."""
+        return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """The method of an instance, as of any function in a class."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of `jax.jit`'s functions: ``lower``, ``trace``, ``clear_cache``, ..."""
+        if name.startswith("__") or name in ("_function", "_options", "_given", "_jitted"):
+            raise AttributeError(name)
+        return getattr(self._jitted, name)
 
 
 @contextlib.contextmanager
@@ -73,12 +124,28 @@ def compiler_options() -> dict[str, Any]:
     """Names and values of compiler options, without those that this JAX does not know.
 
     They are empty on one device, and on other devices than GPUs. In several processes and with
-    ``NCCL_P2P_DISABLE=1`` there are no copy engines.
+    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts it sets `_OWN_CHANNELS` for this
+    process, unless the user has set it.
     """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
-    wanted = _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
-    return known(wanted)
+    if _between_hosts():
+        os.environ.setdefault(_OWN_CHANNELS, "0")
+        return known(_APART | _BETWEEN_HOSTS)
+    return known(
+        _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
+    )
+
+
+def starts_early() -> str | None:
+    """What is to be said of transfers between hosts; `None` inside of one."""
+    if jax.default_backend() != "gpu" or not _between_hosts():
+        return None
+    return f"between hosts dq.jit starts transfers early, {_BETWEEN_HOSTS[_AT_ONCE]} at a time"
+
+
+def _between_hosts() -> bool:
+    return jax.process_count() > 1 and not in_one_domain()
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:

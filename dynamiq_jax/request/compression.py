@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
+from dynamiq_jax.core.links import fast_links
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
@@ -25,7 +26,7 @@ from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import bytes_per_second
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.topologies.base import Transport
-from dynamiq_jax.topologies.choice import assumed, automatic, fast_links, with_transport
+from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Grouping,

@@ -18,7 +18,8 @@ import math
 
 import jax
 
-from dynamiq_jax.core.xla import copy_engines
+from dynamiq_jax.core.links import in_one_domain
+from dynamiq_jax.core.xla import copy_engines, starts_early
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
@@ -28,22 +29,6 @@ from dynamiq_jax.topologies.ring import Ring
 COPYING = 4
 """The most workers whose payloads are copied by engines. A sum of 32 MiB takes 377 µs by the 6
 copies of four H200, and 1608 by the 14 of eight (`benchmarks/crossover.py`, JAX 0.11.2)."""
-
-
-def in_one_domain() -> bool:
-    """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
-    if jax.process_count() == 1:
-        return True
-    devices = jax.devices()
-    domains = {getattr(d, "slice_index", None) for d in devices}
-    return devices[0].platform in ("gpu", "cuda") and len(domains) == 1 and domains != {None}
-
-
-def fast_links() -> bool:
-    """Whether NVLink connects all GPUs: one domain, and of a kind that is only built with it."""
-    kind = jax.devices()[0].device_kind
-    known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
-    return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
@@ -89,11 +74,11 @@ def with_transport(
     """Fills in the transport of a topology, of both levels.
 
     No engines are known of unless the workers are JAX's devices (``here``). Returns the topology,
-    and the reason for its transport where engines could copy.
+    and what is to be said of its transfers: why engines copy, or that these start early.
     """
     engines = copy_engines() if here and transport is None else None
     if engines is None:
-        return topology.with_transport(transport or "collectives"), None
+        return topology.with_transport(transport or "collectives"), starts_early() if here else None
     if n_workers > COPYING:
         why = f"{n_workers} workers are more than {COPYING}, and each of n - 1 copies takes longer"
         return topology.with_transport("collectives"), f"by collectives, since {why}"

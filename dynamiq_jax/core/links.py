@@ -1,0 +1,19 @@
+"""What JAX's devices tell of the links between them."""
+
+import jax
+
+
+def in_one_domain() -> bool:
+    """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
+    if jax.process_count() == 1:
+        return True
+    devices = jax.devices()
+    domains = {getattr(d, "slice_index", None) for d in devices}
+    return devices[0].platform in ("gpu", "cuda") and len(domains) == 1 and domains != {None}
+
+
+def fast_links() -> bool:
+    """Whether NVLink connects all GPUs: one domain, and of a kind that is only built with it."""
+    kind = jax.devices()[0].device_kind
+    known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
+    return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)
