@@ -242,3 +242,13 @@ def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypa
         x = jax.ShapeDtypeStruct((size,), "float32")
         text = str(jax.make_jaxpr(gather, axis_env=[("data", n)])(x))
         assert ("u32[" in text) == (dtype == "u32")
+
+
+@pytest.mark.parametrize(("given", "compressed"), [(2**20, True), (2**20 + 1, False)])
+def test_a_limit_that_the_user_gave_stands_for_scatters_too(given, compressed):
+    """A MiB is a MiB: the ratio of the limits measured over NVLink is no business of it."""
+    n, size = 4, 2**18  # f32: 1 MiB
+    method = dq.Compression(CHEAP.method, min_bucket_bytes=given, min_leaf_size=1)
+    run = lambda x: dq.psum_scatter(x, "data", tiled=True, method=method)
+    jaxpr = str(jax.make_jaxpr(run, axis_env=[("data", n)])(jnp.ones(size)))
+    assert ("all_to_all" in jaxpr) == compressed

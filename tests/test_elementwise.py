@@ -77,6 +77,12 @@ TAKEN = {
     "schedule_free": contrib.schedule_free_adamw(1e-3),
     "sgd, momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "yogi": optax.yogi(1e-3),
+    "bits": each(
+        lambda g: lax.bitcast_convert_type(
+            lax.bitcast_convert_type(g, jnp.uint32) & jnp.uint32(0xFFFF0000), g.dtype
+        )
+    ),
+    "stop_gradient": each(lambda g: lax.optimization_barrier(lax.stop_gradient(g)) / 2),
     "custom rules": each(lambda g: jax.nn.softplus(jax.checkpoint(jax.nn.relu)(g))),
 }
 REFUSED = {
@@ -110,6 +116,10 @@ REFUSED = {
         "returns PyTreeDef.* and must return",
     ),
     # The others gave up to all rows wrong, without an error, when every worker ran them on slices.
+    "bits of another width": (
+        each(lambda g: lax.bitcast_convert_type(g, jnp.uint8)[..., 0] * 0.5),
+        "'bitcast_convert_type'",
+    ),
     "padding row": (each(lambda g: g.at[0].set(0.0)), "'scatter'"),
     "first rows": (each(lambda g: g.at[:5].multiply(0.0)), "'scatter-mul'"),
     "update of a slice": (
@@ -130,7 +140,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    "name", daily(TAKEN, ["adamw, schedule", "custom rules", "multi_transform", "MultiSteps"])
+    "name",
+    daily(
+        TAKEN,
+        [
+            "adamw, schedule",
+            "custom rules",
+            "multi_transform",
+            "MultiSteps",
+            "bits",
+            "stop_gradient",
+        ],
+    ),
 )
 def test_an_elementwise_optimizer_is_taken(name):
     check(TAKEN[name])

@@ -575,3 +575,22 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
         if kind == EXPLICIT:
             each = partial(dq.reduce_in_backward, axis_name="data")
             traced(rows, sharded, each, gather=False)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float64", "complex128"])
+def test_means_of_shards_keep_the_bits_of_wide_and_complex_numbers(dtype):
+    """Scattered natively, as `jax.lax.psum_scatter` and a division have them."""
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        draw = lambda *shape: rng.standard_normal(shape) + 1j * rng.standard_normal(shape)
+        keep = (lambda x: x) if dtype.startswith("complex") else np.real
+        params, x = (keep(draw(*shape)).astype(dtype) for shape in ((64, 32), (16, 64)))
+        loss = lambda w, x: jnp.mean(jnp.abs(x @ w - 0.5) ** 2)
+        mesh, exact = auto_mesh(N), {"method": dq.F32(), "gather": dq.F32(), "specs": P("data")}
+        own = lambda w, x: loss(dq.reduce_in_backward(w, "data", **exact), x)
+        maps = {"mesh": mesh, "in_specs": (P("data"), P("data")), "out_specs": P("data")}
+        found = jax.jit(jax.shard_map(jax.grad(own), **maps))(params, x)
+        expected = jax.jit(jax.grad(loss))(params, x)
+        assert found.dtype == expected.dtype
+        tolerance = 1e-5 if dtype == "complex64" else 1e-13
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)

@@ -1,5 +1,6 @@
 """`dynamiq_jax.optax` on 8 devices: against plain optax on the whole batch, and its state."""
 
+import dataclasses
 import functools
 from collections import Counter
 
@@ -10,10 +11,10 @@ import optax
 import optax_steps
 import pytest
 from asserts import assert_close, assert_refused, assert_same_bits
-from cases import daily, first_state, small
+from cases import CHEAP, EXACT, daily, first_state, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem, promoting
+from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -199,3 +200,102 @@ def test_every_part_arises_where_it_belongs():
     assert [shard.data.shape[0] for shard in residual.addressable_shards] == [1] * N
     specs = dq.optax.state_specs(state)
     assert Counter(jax.tree.leaves(specs)) == {P("data"): 1, P(): len(leaves) - 1}
+
+
+SAVED = {
+    "adamw": optax.adamw(1e-3),
+    "sgd": optax.sgd(1e-3),
+    "momentum": optax.sgd(1e-3, momentum=0.9),
+    "lion": optax.lion(1e-3),
+}
+
+
+@pytest.mark.parametrize("way", ["sharded", "all_reduce"])
+@pytest.mark.parametrize(
+    ("before", "after", "named"),
+    [
+        ("adamw", "sgd", "mu"),
+        ("adamw", "lion", "nu"),
+        ("momentum", "sgd", "trace"),
+        ("sgd", "sgd", ""),
+    ],
+)
+def test_all_that_was_saved_finds_its_place_or_is_named(way, before, after, named):
+    params = {"in": jnp.ones((16, 64)), "out": jnp.ones((64, 8))}
+
+    def state(name, params=params):
+        if way == "sharded":
+            rule = dq.optax.sharded(SAVED[name], "data", method=EXACT)
+        else:
+            rule = optax.chain(dq.optax.all_reduce("data", method=EXACT), SAVED[name])
+        return dq.optax.init(rule, params, auto_mesh())
+
+    saved = jax.device_get(state(before))
+    if not named:
+        fewer = {"in": params["in"]}
+        assert jax.tree.leaves(dq.optax.restore_state(saved, state(after)))
+        if way == "all_reduce":  # SGD has no leaf of a layer
+            return
+        with pytest.raises(ValueError, match="have no place .*masters/out"):
+            dq.optax.restore_state(saved, state(after, fewer))
+        return
+    with pytest.raises(ValueError, match=f"have no place in this optimizer's state.*{named}/in"):
+        dq.optax.restore_state(saved, state(after))
+
+
+def test_a_memory_without_a_place_is_named():
+    params = {"in": jnp.ones((64, 64))}
+    make = lambda method: dq.optax.init(
+        optax.chain(dq.optax.all_reduce("data", method=method), optax.sgd(0.1)), params, auto_mesh()
+    )
+    memory = make(small(dq.ErrorFeedback(CHEAP.method)))
+    with pytest.raises(ValueError, match="1 of the 2 leaves that were saved have no place"):
+        dq.optax.restore_state(memory, make(CHEAP))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_states_from_shapes_alone_and_inside_of_jit(kind):
+    """Shapes, dtypes and shardings are those of the state itself; nothing is allocated."""
+    mesh, params = mesh_of(8, kind=kind), {"in": jnp.ones((16, 64)), "scale": jnp.ones(8)}
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    own = dataclasses.replace(EXACT, min_leaf_size=256)
+    optimizer = dq.optax.sharded(optax.adam(1e-2), "data", method=own)
+    state = dq.optax.init(optimizer, params, mesh)
+    like = dq.optax.init(optimizer, shapes, mesh)
+    described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(like))
+    assert described(like) == described(state)
+    found = jax.eval_shape(lambda p: dq.optax.init(optimizer, p, mesh), params)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, state)
+    inside = jax.jit(lambda p: dq.optax.init(optimizer, p, mesh))(params)
+    jax.tree.map(np.testing.assert_array_equal, inside, state)
+
+
+def test_a_trainers_own_init_on_explicit_axes():
+    """What TrainState.create and nnx.Optimizer call; then a step."""
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    own = dataclasses.replace(EXACT, min_leaf_size=256)
+    rule = promoting(optax.adam(1e-2))
+    optimizer = promoting(dq.optax.sharded(rule, "data", method=own, differences=own))
+    params = {"in": jnp.ones((64, 64)) / 8, "scale": jnp.ones(8)}
+    x = put(jnp.linspace(-1, 1, 16 * 64).reshape(16, 64), mesh, P("data"))
+    loss = lambda p, x: jnp.mean((x @ p["in"]) ** 2) * jnp.sum(p["scale"])
+    with jax.set_mesh(mesh):
+        params = put(params, mesh)
+        state = optimizer.init(params)
+        assert state.masters["in"].sharding.spec != P()
+        grads = dq.value_and_grad(loss, axis_name="data", method=own, reduce=False)
+
+        @jax.jit
+        def step(params, state, x):
+            updates, state = optimizer.update(grads(params, x)[1], state, params)
+            return optax.apply_updates(params, updates), state
+
+        for _ in range(2):
+            params, state = step(params, state, x)
+    plain = {"in": jnp.ones((64, 64)) / 8, "scale": jnp.ones(8)}
+    inner = rule.init(plain)
+    for _ in range(2):
+        updates, inner = rule.update(jax.grad(loss)(plain, jax.device_get(x)), inner, plain)
+        plain = optax.apply_updates(plain, updates)
+    assert_close(params, plain, atol=1e-6)

@@ -318,3 +318,98 @@ def test_what_travels(compressed):
     floats = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:reduce|gather|to-all)", hlo)
     assert max(math.prod(map(int, shape.split(","))) for shape in floats) < 200
     assert any(kind == "all-gather" and size > 200 for size, kind in sizes)  # of words
+
+
+CHANGES = {
+    "clip": lambda p: jax.tree.map(lambda w: jnp.clip(w, -0.05, 0.05), p),
+    "average": lambda p: jax.tree.map(lambda w: 0.9 * w + 0.01, p),
+    "one leaf": lambda p: p | {"in": jnp.where(jnp.abs(p["in"]) > 0.1, p["in"], 0.0)},
+    "nothing": lambda p: p,
+}
+
+
+@pytest.mark.parametrize("change", daily(CHANGES, ["clip", "one leaf", "nothing"]))
+def test_masters_follow_parameters_that_change_between_updates(change):
+    """As plain optax has it; a weight decay acts on what the user left."""
+    (params, batches), own = problem(), CHANGES[change]
+    rule = promoting(optax.adamw(1e-2, weight_decay=5.0))
+    state, step = start(make(rule), params)
+    found, plain, inner = put(params, auto_mesh()), params, rule.init(params)
+
+    @jax.jit
+    def plainly(plain, inner, batch):
+        updates, inner = rule.update(jax.grad(loss_fn)(plain, batch), inner, plain)
+        return own(optax.apply_updates(plain, updates)), inner
+
+    for batch in batches[:4]:
+        found, state = step(found, state, batch)
+        found = put(own(found), auto_mesh())
+        plain, inner = plainly(plain, inner, batch)
+    assert_close(found, plain, rtol=1e-4, atol=1e-5)
+
+
+def test_masters_stay_where_only_the_error_of_the_differences_is_between():
+    """Compressed differences leave masters some way from their copies, which is no change."""
+    params, batches = problem()
+    optimizer = make("sgd", differences=dataclasses.replace(CHEAP, min_leaf_size=256))
+    state, step = start(optimizer, params)
+    found = put(params, auto_mesh())
+    for batch in batches[:3]:
+        found, state = step(found, state, batch)
+    masters, gap = jax.device_get(state.masters), np.asarray(state.gaps.value).max()
+    apart = max(np.abs(masters[k] - found[k]).max() for k in ("in", "out", "odd"))
+    assert 0 < apart <= gap * (1 + 1e-5)
+    _, state = step(found, state, np.full_like(batches[0], np.nan))  # changes nothing
+    assert_same_bits(jax.device_get(state.masters), masters)
+
+
+def test_masters_can_be_set():
+    params, batches = problem()
+    state, step = start(make("sgd"), params)
+    loaded = jax.tree.map(lambda x: x + 1e-7 * jnp.ones_like(x), params)
+    found, state = step(put(params, auto_mesh()), state, batches[0])
+    after = dq.optax.set_masters(state, loaded)
+    assert_same_bits(jax.device_get(after.masters), jax.device_get(loaded))
+    assert jax.tree.map(lambda x: x.sharding, after) == jax.tree.map(lambda x: x.sharding, state)
+    specs = dq.optax.state_specs(state)
+    options = {
+        "mesh": auto_mesh(),
+        "in_specs": (specs, P()),
+        "out_specs": specs,
+        "check_vma": False,
+    }
+    inside = jax.jit(jax.shard_map(dq.optax.set_masters, **options))(state, loaded)
+    assert_same_bits(jax.device_get(inside.masters), jax.device_get(loaded))
+    with pytest.raises(ValueError, match="has no state of dq.optax.sharded"):
+        dq.optax.set_masters(optax.sgd(0.1).init(params), params)
+    with pytest.raises(ValueError, match=r"leaf in has shape \(8, 8\)"):
+        dq.optax.set_masters(state, params | {"in": jnp.ones((8, 8))})
+
+
+def test_copies_are_compared_in_every_step_without_a_hang():
+    """A callback that computed with arrays of JAX waited for a device that waited for it."""
+    params, batches = problem()
+    state, step = start(make("sgd", check_every=1), params)
+    found = put(params, auto_mesh())
+    for batch in batches[:4]:
+        found, state = step(found, state, batch)
+    jax.effects_barrier()
+    assert int(state.step) == 4
+
+
+def test_the_limits_of_the_gradients_are_those_of_the_differences():
+    """Two leaves that are split along other dimensions are buckets of their own, small ones."""
+    params = {"a": jnp.ones((512, 64)) / 22, "c": jnp.ones((64, 512)) / 22}
+    every = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)
+    for method, native in ((every, False), (dq.DynamiQ(bits=5), True)):
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", method=method)
+        state = dq.optax.init(optimizer, params, auto_mesh())
+        specs = dq.optax.state_specs(state)
+        update = lambda g, s, p, optimizer=optimizer: optimizer.update(g, s, p)
+        maps = {"in_specs": (P("data"), specs, P()), "out_specs": (P(), specs)}
+        run = jax.jit(jax.shard_map(update, mesh=auto_mesh(), check_vma=False, **maps))
+        terms = jax.tree.map(lambda x: jnp.concatenate([x] * N), params)
+        text = run.lower(terms, state, params).compile().as_text()
+        floats = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+        largest = max(math.prod(map(int, shape.split(","))) for shape in floats)
+        assert (largest >= 64 * 512) == native

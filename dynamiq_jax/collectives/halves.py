@@ -146,8 +146,11 @@ def _scatter_leaves(
 
 
 def over(total: Array, divisor: int, dtype: Any) -> Array:
-    """The sum over the divisor, in f32, as ``dtype``."""
-    return (total.astype(jnp.float32) / divisor if divisor > 1 else total).astype(dtype)
+    """The sum over the divisor, as ``dtype``; numbers of less than 32 bits are divided in f32."""
+    if divisor > 1:
+        narrow = jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4
+        total = (total.astype(jnp.float32) if narrow else total) / divisor
+    return total.astype(dtype)
 
 
 def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
@@ -360,16 +363,20 @@ def group_parts(
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; those travel exactly.
 
-    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. With ``shards`` the
-    limits are for leaves so many times as large. ``check`` refuses methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`: a limit that was
+    measured there is taken as it was measured for `psum_scatter`, and a limit that the user gave
+    stands. With ``shards`` the limits are for leaves so many times as large. ``check`` refuses
+    methods that cannot serve.
     """
 
     def limits_of(route: Route) -> Limits:
         check(route)
         limits, n = route.limits, route.n_workers
-        least = limits.min_bucket_bytes * psum_scatter_bytes(n) // psum_bytes(n)
-        bucket = max(limits.bucket_bytes, 2 * least)
-        limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
+        measured = limits.min_bucket_bytes == psum_bytes(n)
+        if measured and "min_bucket_bytes" not in request.limits:
+            least = psum_scatter_bytes(n)
+            bucket = max(limits.bucket_bytes, 2 * least)
+            limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         return Limits(*(-(-limit // shards) for limit in limits))
 
     options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}

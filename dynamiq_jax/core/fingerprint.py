@@ -5,6 +5,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.core.axis import Axis
@@ -28,7 +29,10 @@ def assert_same_on_workers(tree, axis: Axis, what: str) -> None:
     own = axis.to_varying(fingerprint(tree))
     low, high = ~axis.pmax(~own), axis.pmax(own)
 
-    def complain(own, low, high, me):
+    def complain(*arrays):
+        # As numbers of Python: an operation on arrays of JAX would wait for a device whose program
+        # waits, in its next collective, for the device of this callback.
+        own, low, high, me = (int(np.asarray(x)) for x in arrays)
         if low != high:
             raise RuntimeError(
                 f"{what} differs between the workers of axis {axis.name!r}: worker {me} has hash "

@@ -35,7 +35,7 @@ ELEMENTWISE = frozenset(
     "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg "
     "nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_"
     "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin "
-    "sinh sqrt square sub tan tanh xor zeta".split()
+    "sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
 )
 """Primitives whose results have at every place what follows from the operands at this place."""
 CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2 checkpoint closed_call".split())
@@ -157,6 +157,11 @@ def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> li
         return [choose([index, *xs], [(), *(shape for _ in xs)]) for xs, shape in pairs]
     if equation.effects:
         raise _refusal(name, source, "with an effect beside its results")
+    if name == "optimization_barrier":
+        return operands
+    if name == "bitcast_convert_type" and shapes == made:  # to numbers of as many bits
+        bind = functools.partial(equation.primitive.bind, **params)
+        return [_elementwise(bind, name, source, operands, shapes)]
     if name in RESHAPES and all(x.uniform for x in operands):
         return operands[:1]
     if name in ELEMENTWISE:

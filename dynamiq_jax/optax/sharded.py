@@ -18,18 +18,25 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 from jax.sharding import get_abstract_mesh
 
-from dynamiq_jax.collectives.explicit_sums import check_axes, is_outside, mesh_of, unreduced_axes
-from dynamiq_jax.collectives.sum import Split, Sum, split_of, whole_shape
+from dynamiq_jax.collectives.explicit_sums import (
+    check_axes,
+    is_outside,
+    mesh_of,
+    resharded,
+    unreduced_axes,
+)
+from dynamiq_jax.collectives.sum import Split, Sum, gathers_of, split_of, whole_shape
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
-from dynamiq_jax.optax.state import Part, known_sizes
+from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
@@ -41,7 +48,7 @@ LAYERS = 256
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "masters", "inner"),
+    data_fields=("step", "skipped", "masters", "inner", "gaps"),
     meta_fields=("splits",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,8 @@ class ShardedState(Part):
       skipped: updates that were left out, since the gradient was not finite, int32.
       masters: the parameters in f32.
       inner: the inner optimizer's state for the masters.
+      gaps: the largest distance of each worker's masters from the copy after the last update,
+        f32[n, L] for n workers and L leaves. The user has changed coordinates that are further off.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
     """
 
@@ -63,13 +72,15 @@ class ShardedState(Part):
     skipped: Any
     masters: Any
     inner: Any
+    gaps: PerWorker
     splits: tuple[P, ...]
 
     def specs(self) -> "ShardedState":
         """See `Part`."""
         treedef = jax.tree.structure((self.masters, self.inner))
         masters, inner = treedef.unflatten(self.splits)
-        return dataclasses.replace(self, step=P(), skipped=P(), masters=masters, inner=inner)
+        told = {"masters": masters, "inner": inner, "gaps": self.gaps.specs()}
+        return dataclasses.replace(self, step=P(), skipped=P(), **told)
 
 
 def sharded(
@@ -89,9 +100,13 @@ def sharded(
     transformation stands in the place of `all_reduce` and the optimizer after it. ``update`` takes
     every worker's own gradients and the parameters. It scatters the gradients' mean, updates the
     masters of this worker's slices, gathers differences of parameters, and returns updates for
-    `optax.apply_updates`, with the same bits on all workers. After the first update nothing else
-    may change the parameters; until then masters follow. Masters and the inner state take 1/n of
-    the memory, and the update 1/n of the work.
+    `optax.apply_updates`, with the same bits on all workers. Masters and the inner state take 1/n
+    of the memory, and the update 1/n of the work.
+
+    **Masters follow parameters that change between updates** (weights that are loaded, an average
+    that is swapped in, a clip, a projection). A coordinate has changed if it is further from its
+    master than any coordinate of its slice was after the last update; smaller changes are less than
+    the error of the compressed differences. `set_masters` takes all bits of the parameters.
 
     A leaf is split along the first dimension that divides by the number of workers; a leading one
     of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
@@ -118,7 +133,8 @@ def sharded(
         such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
       method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
-      differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`.
+      differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`; a bare
+        method takes the limits of ``method``, such as its ``min_bucket_bytes``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
@@ -134,7 +150,8 @@ def sharded(
         over other axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request, gathers = as_compression(method), as_compression(differences)
+    request = as_compression(method)
+    gathers = gathers_of(differences, request)  # with its limits, unless differences have their own
     total = Sum(axis, request, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
@@ -163,9 +180,18 @@ def sharded(
         if inside:
             pairs = zip(leaves, splits, strict=True)
             leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
+        elif is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
+            mesh = mesh_of(params)
+            leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
         masters, state = treedef.unflatten(leaves)
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
-        return ShardedState(*zeros, masters, state, splits)
+        rows = 1 if inside else math.prod(sizes)
+        gaps = jnp.full((rows, len(placed)), jnp.inf)  # nothing is known before the first update
+        if inside:
+            gaps = axis.to_varying(gaps)
+        elif is_outside(axis, params):
+            gaps = resharded(gaps, mesh_of(params), P(axis.name))
+        return ShardedState(*zeros, masters, state, PerWorker(gaps, axis.name, renews=True), splits)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -341,15 +367,11 @@ class _Update(NamedTuple):
             compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
             lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
 
-        def begun(x: Array, copy: Array) -> Array:
-            """A master; before the first update it follows a copy that has changed since `init`.
-
-            A master that rounds to its copy stays: it may have more bits.
-            """
-            changed = (state.step == 0) & (x.astype(copy.dtype) != copy)
-            return jnp.where(changed, copy.astype(jnp.float32), x)
-
-        masters = jax.tree.map(begun, state.masters, treedef.unflatten(own))
+        gaps = state.gaps.own()
+        # Leaves that are not split travel exactly: their masters are the copies, but for rounding.
+        limits = [gap if split else 0.0 for gap, split in zip(gaps, total.splits, strict=True)]
+        pairs = zip(held, own, limits, strict=True)
+        masters = treedef.unflatten(_followed(x, copy, gap, state.step) for x, copy, gap in pairs)
         state = dataclasses.replace(state, masters=masters)
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
@@ -380,9 +402,17 @@ class _Update(NamedTuple):
             (state.masters, state.inner),
         )
         found = self._differences(masters, own, total, for_differences)
+        sums = zip(jax.tree.leaves(masters), own, found, total.splits, strict=True)
+        after = [
+            _gap(x, copy, _own(u, split, axis)) if split else 0.0 for x, copy, u, split in sums
+        ]
+        after = jnp.where(
+            finite, jnp.stack(list(map(axis.to_varying, map(jnp.float32, after)))), gaps
+        )
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
-        return added, ShardedState(state.step + 1, skipped, masters, inner, state.splits)
+        told = masters, inner, state.gaps.after(after), state.splits
+        return added, ShardedState(state.step + 1, skipped, *told)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
@@ -450,6 +480,80 @@ class _Update(NamedTuple):
             gathered = total.some(own).gather(_some(masters, own), key)
         whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
+
+
+def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Array:
+    """A master, which takes its copy's value where the user has changed that.
+
+    Before the first update a master that rounds to its copy stays: it may have more bits. After it
+    a master may be as far from its copy as ``gap`` says, and some units in the last place of the
+    largest copy, by which `optax.apply_updates` may round differently than `_gap`.
+    """
+    value = copy.astype(jnp.float32)
+    slack = 4 * float(jnp.finfo(copy.dtype).eps) * jnp.max(jnp.abs(value), initial=0.0)
+    far = jnp.abs(master - value) > gap + slack
+    changed = jnp.where(step == 0, master.astype(copy.dtype) != copy, far)
+    return jnp.where(changed, value, master)
+
+
+def _gap(master: Array, copy: Array, added: Array) -> Array:
+    """The largest distance of a slice's masters from its copies after this update, f32."""
+    after = (copy + added).astype(copy.dtype).astype(jnp.float32)
+    return jnp.max(jnp.abs(master - after), initial=0.0)
+
+
+def set_masters(opt_state: Any, params: Any) -> Any:
+    """Returns a state in which the masters of `sharded` are ``params``.
+
+    For parameters that were changed outside of updates, all bits of them: masters follow larger
+    changes by themselves. The inner optimizer's state stays.
+
+    Args:
+      opt_state: a state that has that of `sharded` in it, at any depth; inside of a map, or not.
+      params: the parameters as `update` takes them: whole, in any floating-point type.
+
+    Raises:
+      ValueError: there is no state of `sharded`, or the parameters have another structure or other
+        shapes than its masters.
+    """
+    is_part = lambda x: isinstance(x, ShardedState)
+    parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_part) if is_part(x)]
+    if not parts:
+        raise ValueError(
+            "opt_state has no state of dq.optax.sharded, whose masters these would be; pass what "
+            "dq.optax.init or update returned"
+        )
+
+    def one(part: Any) -> Any:
+        return _with_masters(part, params) if is_part(part) else part
+
+    return jax.tree.map(one, opt_state, is_leaf=is_part)
+
+
+def _with_masters(state: ShardedState, params: Any) -> ShardedState:
+    axis = check_axis(state.gaps.axis_name)
+    masters, treedef = jax.tree.flatten(state.masters)
+    leaves, placed = describe_leaves(params), state.splits[: len(masters)]
+    if jax.tree.structure(params) != treedef:
+        raise ValueError(
+            f"params are {jax.tree.structure(params)}, and masters are {treedef}; pass the "
+            "parameters that this state was made for"
+        )
+
+    def own(leaf: Any, x: Array, master: Array, spec: P) -> Array:
+        value = jnp.asarray(x, jnp.float32)
+        value = _own(value, split_of(spec, axis.names), axis) if axis.mapped else value
+        if value.shape != master.shape:
+            raise ValueError(
+                f"params: leaf {leaf.path} has shape {value.shape}, and its master {master.shape}; "
+                "pass whole parameters"
+            )
+        if axis.mapped or isinstance(master, Tracer):
+            return value
+        return jax.device_put(value, master.sharding)
+
+    own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, strict=True)
+    return dataclasses.replace(state, masters=treedef.unflatten(own(*x) for x in own_leaves))
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
@@ -27,7 +28,7 @@ class Part:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value",),
-    meta_fields=("axis_name",),
+    meta_fields=("axis_name", "renews"),
 )
 @dataclasses.dataclass(frozen=True)
 class PerWorker(Part):
@@ -36,10 +37,12 @@ class PerWorker(Part):
     Attributes:
       value: a tree whose leaves have a leading axis of all workers; of 1 inside a map.
       axis_name: the axis, or axes, of the workers.
+      renews: whether the next update makes all of it anew, so that nothing is lost with it.
     """
 
     value: Any
     axis_name: AxisName
+    renews: bool = False
 
     def specs(self) -> Any:
         """See `Part`."""
@@ -56,19 +59,27 @@ class PerWorker(Part):
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """Runs ``optimizer.init(params)``, each worker's part on that worker; outside of `jax.jit`.
+    """Runs ``optimizer.init(params)``, each worker's part on that worker.
+
+    Inside of `jax.jit` and `jax.eval_shape` the state is a value of the program around it.
 
     Args:
       optimizer: one that has `all_reduce` or `sharded` in it, at any depth.
-      params: as one worker passes its gradients.
+      params: as one worker passes its gradients; or `jax.ShapeDtypeStruct`s.
       mesh: that of the training step.
 
     Returns:
-      The state, placed as `state_specs` says.
+      The state, placed as `state_specs` says. Of `jax.ShapeDtypeStruct`s it has the shapes, dtypes
+      and shardings, and nothing is allocated: a tree to restore a checkpoint onto.
     """
-    with jax.set_mesh(mesh):
+    leaves = jax.tree.leaves(params)
+    traced = any(isinstance(x, Tracer) for x in leaves)
+    around = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if traced else jax.set_mesh(mesh)
+    with around:
         shapes = jax.eval_shape(optimizer.init, params)
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), _specs(shapes))
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+            return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
         return jax.jit(optimizer.init, out_shardings=shardings)(params)
 
 
@@ -92,7 +103,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own.
+    of methods start anew, since every worker had its own. All that was saved finds its place, or
+    there is an error that names it.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -101,7 +113,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         those of the result are.
 
     Raises:
-      ValueError: a leaf is missing, or has another shape and is not one of `PerWorker`.
+      ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is not one
+        of `PerWorker`.
     """
     old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     parts, treedef = jax.tree_util.tree_flatten_with_path(
@@ -130,11 +143,30 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             shapes = [jnp.shape(x) for x in then if x is not None]
             if len(shapes) == len(now):
                 note = f"was reset, from {shapes[0][0]} to {workers}"
-            notes.append(f"{_name(path)} {note}")
+            notes += [] if part.renews else [f"{_name(path)} {note}"]
         done.append(jax.tree.unflatten(inner, values))
+    _check_places(list(old), parts)
     if notes:
         warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
     return jax.tree.unflatten(treedef, done)
+
+
+def _check_places(saved: list[str], parts: list[tuple[tuple, Any]]) -> None:
+    """Refuses leaves that were saved and have no place; memories may have more on other workers."""
+    places, memories = set(), []
+    for path, part in parts:
+        if isinstance(part, PerWorker):
+            memories.append(f"{_name(path)}/")
+        leaves, _ = jax.tree_util.tree_flatten_with_path(part)
+        places.update(_name((*path, *within)) for within, _ in leaves)
+    spare = [name for name in saved if name not in places and not name.startswith(tuple(memories))]
+    if spare:
+        listed = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
+        raise ValueError(
+            f"opt_state: {len(spare)} of the {len(saved)} leaves that were saved have no place in "
+            f"this optimizer's state of {len(places)}: {listed}; pass the optimizer and the "
+            "parameters that it was saved with, or take these leaves out of what was saved"
+        )
 
 
 def _name(path: tuple) -> str:

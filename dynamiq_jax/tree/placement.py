@@ -173,15 +173,20 @@ def flat_specs(
             "PartitionSpecs, as jax.tree.map(lambda x: x.sharding.spec, params) makes it"
         )
     specs = jax.tree.map(lambda x: untold or P() if x is None else x, specs, is_leaf=is_spec)
+
+    def spread(spec: P, part: Any) -> list[P]:
+        return [spec] * jax.tree.structure(part).num_leaves
+
     try:
-        spread = jax.tree.broadcast(specs, tree, is_leaf=lambda x: isinstance(x, P))
+        # Lists of specs, one for each part: a node of the tree may refuse children but arrays.
+        lists = jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, P))
     except ValueError:
         misfit = misfit_of(specs, tree, is_leaf=lambda x: isinstance(x, P))
         raise ValueError(
             f"specs do not fit the tree: {misfit}; pass a PartitionSpec for every leaf, or one for "
             "all"
         ) from None
-    flat = jax.tree.leaves(spread, is_leaf=lambda x: isinstance(x, P))
+    flat = jax.tree.leaves(lists, is_leaf=lambda x: isinstance(x, P))
     unknown = sorted(frozenset().union(*map(axes_of, flat)) - {*mesh_axes})
     if unknown:
         raise ValueError(
