@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.collectives.sum import Sum
@@ -18,6 +19,7 @@ from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
+from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import Deferred
 
 
@@ -149,7 +151,11 @@ def gradients(
     gathers: bool,
     for_auto: dict[str, Any],
 ) -> Callable[..., Any]:
-    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take."""
+    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take.
+
+    Of the latter, ``batch_specs`` may be a function: of ``(other positional arguments, keywords)``,
+    to what `leaf_specs` returns.
+    """
     weight = for_auto["weight"]
     if total.op == "sum" and weight is not None:
         raise ValueError(
@@ -168,9 +174,18 @@ def gradients(
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": None if weight is None else positions.joined(weight)}
+        if not callable(own["batch_specs"]):
+            own["batch_specs"] = functools.partial(specs_of, own["batch_specs"])
         suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
         bound = Mapped(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
         return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
+
+    def specs_of(batch_specs: Any, data: Any) -> list[tuple[str, P | None]]:
+        """The name and the spec of every leaf of ``(other positional arguments, keywords)``."""
+        places = None if isinstance(argnums, int) else (None,) * len(argnums)
+        args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
+        numbers = positions.among(len(args))
+        return leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, total.axis)
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
