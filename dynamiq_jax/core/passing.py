@@ -1,5 +1,6 @@
 """Which results of a traced program are its arguments, unchanged."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -38,9 +39,12 @@ def _operands(equation: JaxprEqn) -> list[int | None]:
     if not inner:
         return unknown
     if name == "while":
-        before = options["cond_nconsts"]  # operands: constants of cond, of body, then the carry
-        own, first = passed_arguments(options["body_jaxpr"]), options["body_nconsts"]
-        return [before + x if x == first + i else None for i, x in enumerate(own)]
+        # Operands: constants of the condition, those of the body, the carry. The body has not the
+        # first of these, and its results are the carry.
+        own = passed_arguments(options["body_jaxpr"])
+        body, _ = with_constants(options["body_jaxpr"])
+        first, before = len(body.invars) - len(own), len(equation.invars) - len(body.invars)
+        return [before + first + i if x == first + i else None for i, x in enumerate(own)]
     if name == "cond":
         branches = zip(*map(passed_arguments, inner), strict=True)
         # Operand 0 is the number of the branch.
@@ -51,9 +55,11 @@ def _operands(equation: JaxprEqn) -> list[int | None]:
     if (len(jaxpr.invars), len(own)) != (len(equation.invars), len(unknown)):
         return unknown
     if name == "scan":
-        # Operands: constants, the carry, then arrays of which every iteration takes one row.
-        first, carry = options["num_consts"], options["num_carry"]
-        rows = first + carry
+        # Operands: constants, the carry, then arrays of which every iteration takes one row. The
+        # results are the carry, then arrays of rows. Rows have one dimension less in the loop.
+        rows = len(jaxpr.invars) - _n_rows(equation.invars, jaxpr.invars)
+        carry = len(own) - _n_rows(equation.outvars, jaxpr.outvars)
+        first = rows - carry
         return [
             x if x is not None and (x == first + i if i < carry else x >= rows) else None
             for i, x in enumerate(own)
@@ -62,3 +68,8 @@ def _operands(equation: JaxprEqn) -> list[int | None]:
         before, after = options["in_specs"], options["out_specs"]
         return [x if x is not None and before[x] == after[i] else None for i, x in enumerate(own)]
     return own
+
+
+def _n_rows(whole: Sequence[Any], rows: Sequence[Any]) -> int:
+    """Of how many arrays a scan's body has one row."""
+    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(whole, rows, strict=True))
