@@ -10,7 +10,7 @@ import pytest
 from asserts import assert_close
 from cases import CHEAP, small
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of, put
 
@@ -172,34 +172,49 @@ def test_weights_and_several_arguments():
     assert 1e-6 < float(vnmse(jax.device_get(grads), expected[1])) < 0.1
 
 
+@functools.cache
+def first_state(make):
+    """A module's graph and its state, made once."""
+    graph, state = nnx.split(make())
+    return graph, jax.device_get(state)
+
+
+def made(make, mesh=None):
+    """A new module, on the devices of a mesh."""
+    graph, state = first_state(make)
+    return nnx.merge(graph, jax.device_put(state, mesh and NamedSharding(mesh, P())))
+
+
 class Layers(nnx.Module):
     """A stack of layers in a scan, and one layer through other transformations."""
 
-    def __init__(self, how):
+    def __init__(self):
         rngs = nnx.Rngs(0)
         make = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=0)
-        self.stack, self.how = make(rngs.split(2)), how
+        self.stack = make(rngs.split(2))
         self.out = nnx.Linear(16, 4, rngs=rngs)
         self.calls = nnx.Variable(jnp.zeros(()))
 
-    def __call__(self, x):
+    def __call__(self, x, how=nnx.remat):
         layer = lambda module, x: nnx.tanh(module(x))
         self.calls[...] += 1
         x = nnx.scan(nnx.remat(layer), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
-        return self.how(layer)(self.out, x)
+        return how(layer)(self.out, x)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("how", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f))])
 def test_layers_through_transformations_are_not_taken_for_changed(how, kind):
     batch = {name: batches()[0][name] for name in ("x", "y")}
-    loss = lambda model, x, y: jnp.mean((model(x) - y) ** 2)
-    expected = nnx.jit(nnx.value_and_grad(loss))(Layers(how), **batch)
-    with jax.set_mesh(mesh_of(8, kind=KINDS[kind])):
-        model = Layers(how)
-        nnx.update(model, jax.device_put(nnx.state(model), P()))
+    loss = lambda model, x, y, how: jnp.mean((model(x, how) - y) ** 2)
+    plain = nnx.value_and_grad(lambda model, x, y: loss(model, x, y, lambda f: f))
+    expected = nnx.jit(plain)(made(Layers), **batch)
+    mesh = mesh_of(8, kind=KINDS[kind])
+    model = made(Layers, mesh)
+    with jax.set_mesh(mesh):
         own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
-        found = nnx.jit(OURS(loss, **own))(model, **jax.device_put(batch, P("data")))
+        f = OURS(lambda model, x, y: loss(model, x, y, how), **own)
+        found = nnx.jit(f)(model, **jax.device_put(batch, P("data")))
     assert_close(found, expected)
     assert float(model.calls[...]) == 1
 
@@ -262,7 +277,7 @@ def test_a_change_within_a_transformation_is_still_found():
     for layer, message in errors.items():
         loss = lambda model, x, layer=layer: jnp.mean(nnx.remat(layer)(model, x))
         with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=message):
-            jax.eval_shape(lambda x, loss=loss: OURS(loss)(Layers(nnx.remat), x), batches()[0]["x"])
+            nnx.eval_shape(OURS(loss), made(Layers), batches()[0]["x"])
 
 
 class Mixed(nnx.Module):
@@ -292,11 +307,11 @@ class Mixed(nnx.Module):
 def test_all_arrays_of_a_module_are_whole_and_written_back(kind):
     """Arrays that are no variables; state of parameters alone is the same on all workers."""
     loss = lambda model, x: jnp.mean(model(x))
-    x, expected = batches()[0]["x"], Mixed()
+    x, expected = batches()[0]["x"], made(Mixed)
     wanted = nnx.jit(nnx.value_and_grad(loss))(expected, x)
-    with jax.set_mesh(mesh_of(8, kind=KINDS[kind])):
-        model = Mixed()
-        nnx.update(model, jax.device_put(nnx.state(model, nnx.Variable), P()))
+    mesh = mesh_of(8, kind=KINDS[kind])
+    model = made(Mixed, mesh)
+    with jax.set_mesh(mesh):
         own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
         found = nnx.jit(OURS(loss, **own))(model, jax.device_put(x, P("data")))
     assert_close(found, wanted)
@@ -318,7 +333,7 @@ def test_what_cannot_be_written_back_is_refused_by_its_path():
         in_place: "changes 0/tables/more/0, .*nnx.Variable",
         replaced: "removes variables or at",
     }
-    model = Mixed()
+    model = made(Mixed)
     for loss, message in errors.items():
         with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=message):
             nnx.eval_shape(OURS(loss), model, batches()[0]["x"])
@@ -327,18 +342,20 @@ def test_what_cannot_be_written_back_is_refused_by_its_path():
 def test_argnums_and_modules_that_are_passed_twice():
     """Gradients of a shared module are in the first state, as in NNX."""
     x = batches()[0]["x"]
-    make = lambda seed: nnx.Linear(16, 16, rngs=nnx.Rngs(seed))
+    make = lambda seed: made(functools.cache(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(seed))))
     shared, other = make(0), make(1)
     loss = lambda first, x, second: jnp.mean(second(nnx.tanh(first(x))) ** 2)
     with jax.set_mesh(auto_mesh()):
         found = OURS(loss, argnums=(0, 2))(shared, x, shared)
-        assert_close(found, nnx.value_and_grad(loss, argnums=(0, 2))(shared, x, shared))
+        plain = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 2)))
+        assert_close(found, plain(shared, x, shared))
         assert not found[1][1]
         for argnums in (0, -1):  # both uses count: there is one module
             value, grads = OURS(loss, argnums=argnums)(shared, x, shared)
             assert_close((value, grads), (found[0], found[1][0]))
         last = OURS(loss, argnums=-1)(shared, x, other)
-        assert_close(last, nnx.value_and_grad(loss, argnums=2)(shared, x, other))
+        plain = nnx.jit(nnx.value_and_grad(loss, argnums=2))
+        assert_close(last, plain(shared, x, other))
         apart = OURS(lambda m, x: loss(m["one"], x, m["two"]))({"one": shared, "two": other}, x)
         assert_close(apart[0], last[0])
         assert_close(apart[1]["two"], last[1])
@@ -369,7 +386,7 @@ def test_batch_specs_are_of_arguments_that_are_no_modules():
     args = nnx.Linear(16, 16, rngs=nnx.Rngs(1)), model, Rows(x), table
     kwargs = {"scales": {"a": table}}
     whole = lambda model: jnp.mean(model(x + args[0].bias[...][None]) ** 2) * jnp.sum(table) ** 2
-    expected = nnx.value_and_grad(whole)(model)
+    expected = nnx.jit(nnx.value_and_grad(whole))(model)
     by_name = {"table": P(), "scales": {"a": P()}, "rows": P("data")}
     with jax.set_mesh(auto_mesh()):
         assert_close(OURS(loss, argnums=1, batch_specs=by_name)(*args, **kwargs), expected)

@@ -1,5 +1,6 @@
 """Programs that would do something else than their authors expect say so while they are traced."""
 
+import contextlib
 import inspect
 import sys
 from functools import partial
@@ -142,6 +143,15 @@ def another_jax(monkeypatch, **names):
         monkeypatch.setattr(function, "__code__", renamed(function.__code__, **names))
 
 
+class Unnoticed:
+    """A context that JAX's caches of traces do not know."""
+
+    value = 0
+
+    def __call__(self, number):
+        return contextlib.nullcontext()
+
+
 class TestAnotherVersionOfJax:
     """What the library knows of JAX's private parts is tried before it is used."""
 
@@ -185,6 +195,10 @@ class TestAnotherVersionOfJax:
         assert not compat._knows_linear_transpose()
         monkeypatch.setattr(jax.lax, "axis_index", lambda name: jnp.int32(0))
         assert not compat._knows_vmap()
+        monkeypatch.setattr(compat, "name_of", lambda equation: f"node[{equation.primitive.name}]")
+        assert not compat._knows_vjp()
+        monkeypatch.setattr(compat, "_number", Unnoticed())
+        assert not compat._knows_contexts()
 
     def test_that_lacks_a_private_part(self, monkeypatch):
         with pytest.raises(RuntimeError, match="the linear program of jax.vjp"):

@@ -204,14 +204,37 @@ def transposes_a_map() -> bool:
 
 # JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Its
 # options are such a context, and there is no public way to make one.
-traced_for = config.int_state(
+_number = config.int_state(
     name="dynamiq_jax_traced_for",
     default=0,
     help="number of the trace of dynamiq_jax.value_and_grad; 0 outside",
     include_in_jit_key=True,
     include_in_trace_context=True,
 )
-"""``with traced_for(number):`` traces anew what was traced for another number."""
+
+
+def _knows_contexts() -> bool:
+    """Whether JAX traces an inner `jax.jit` once for each number."""
+    found = []
+    inner = jax.jit(lambda x: (found.append(_number.value), 2 * x)[1])
+    for number in (1, 2, 1):
+        with _number(number):
+            jax.make_jaxpr(lambda x: inner(x))(jax.ShapeDtypeStruct((), jnp.float32))
+    return found == [1, 2]
+
+
+class _TracedFor:
+    """``with traced_for(number):`` traces anew what was traced for another number."""
+
+    @property
+    def value(self) -> int:
+        """The number of the trace around."""
+        return _number.value
+
+    __call__ = staticmethod(_tried("the contexts of its traces", _knows_contexts)(_number))
+
+
+traced_for = _TracedFor()
 
 
 def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
@@ -284,6 +307,21 @@ reshard_primitive = reshard_p
 """The primitive of `jax.reshard`, which has no public name."""
 
 
+def _knows_vjp() -> bool:
+    """Whether `linear_program` of a map is an equation whose name `name_of` knows."""
+    found = []
+
+    def run(x: Array) -> Array:
+        value, pullback = jax.vjp(_one_worker(lambda x: 2 * x), x)
+        back: Any = pullback  # its program is private
+        found.extend(map(name_of, with_constants(back.jaxpr)[0].eqns))
+        return value
+
+    jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), jnp.float32))
+    return found == ["shard_map"]
+
+
+@_tried("the linear program of jax.vjp", _knows_vjp)
 def linear_program(back: Any) -> Jaxpr:
     """The linear program that `jax.vjp` transposes; its last inputs are the primals' tangents."""
     with _private("the linear program of jax.vjp"):
