@@ -10,10 +10,11 @@ loss, grads = grad_fn(model, batch)
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,8 +24,11 @@ from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.passing import passed_arguments
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.training.auto_axes import same_everywhere
+from dynamiq_jax.training.batches import is_key, leaf_specs
 from dynamiq_jax.training.value_and_grad import check_names, gradients, mesh_around
 
 __all__ = ["value_and_grad"]
@@ -43,22 +47,27 @@ def value_and_grad(
     reduce: bool = True,
     gather: bool = True,
     specs: Any = None,
+    batch_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` for data-parallel steps, with a compressed sum of gradients.
 
-    The loss takes modules among its arguments, positional or by keyword. Variables that are not
-    differentiated are whole on every worker, and other arrays are the batch. State that the loss
-    changes, such as batch statistics and counters of random streams, is written back.
+    The loss takes modules among its arguments, positional or by keyword. All their arrays are whole
+    on every worker, variables or not, and arrays among the other arguments are the batch. What the
+    loss changes of its modules, such as batch statistics and counters of random streams, is written
+    back.
 
-    On Auto axes every worker runs the loss on its own examples. A changed state has to be the same
-    on all workers there: pass `nnx.BatchNorm` its ``axis_name``. Every worker folds its number into
-    the keys of random streams.
+    On Auto axes every worker runs the loss on its own examples, and the loss is a mean over these.
+    A changed state has to be the same on all workers there: pass `nnx.BatchNorm` its ``axis_name``.
+    Every worker folds its number into the keys of random streams.
 
     All arguments are those of `dynamiq_jax.value_and_grad`, but for ``argnums``: numbers stand for
     all `nnx.Param` of a module, and `nnx.DiffState` for variables that pass a filter, such as
-    `nnx.LoRAParam`. ``weight`` takes the arguments of ``loss_fn``.
+    `nnx.LoRAParam`. ``weight`` takes the arguments of ``loss_fn``. ``batch_specs`` is of the
+    arguments that ``argnums`` does not select, with `None` for modules among them. If one module is
+    passed several times, its gradients are in the state of the first argument that ``argnums``
+    selects.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to
@@ -67,100 +76,233 @@ def value_and_grad(
 
     Raises:
       ValueError: ``argnums`` selects nothing; the loss adds or removes variables, or changes those
-        that are differentiated; a changed state differs between workers; or for the reasons of
-        `dynamiq_jax.value_and_grad`.
+        that are differentiated, or an array in a tuple or dict of a module; a changed state differs
+        between workers; or for the reasons of `dynamiq_jax.value_and_grad`.
     """
-    several, axis = isinstance(argnums, Sequence), check_axis(axis_name)
+    axis = check_axis(axis_name)
     total = Sum(axis, as_compression(method), op)
-    filters = {}
-    for own in argnums if isinstance(argnums, Sequence) else (argnums,):
-        told = own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)
-        filters[told.argnum] = nnx.filterlib.to_predicate(told.filter)
+    several = isinstance(argnums, Sequence)
+    told = [
+        own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)
+        for own in (argnums if isinstance(argnums, Sequence) else (argnums,))
+    ]
+    filters = [nnx.filterlib.to_predicate(own.filter) for own in told]
 
     def chosen(path: tuple, x: Any) -> bool:
-        """Whether a leaf of ``(args, kwargs)`` is differentiated."""
+        """Whether a leaf of `_Call.modules` is differentiated."""
         kind, number, *rest = path
-        return kind == 0 and number in filters and filters[number](tuple(rest), x)
+        return kind == 0 and filters[number](tuple(rest), x)
 
     def joined(params: Any) -> nnx.State:
-        """The variables that are differentiated, by argument."""
-        own = params if several else (params,)
-        return nnx.State({0: dict(zip(filters, own, strict=True))})
+        """The variables that are differentiated, as a state of `_Call.modules`."""
+        return nnx.State({0: dict(enumerate(params if several else (params,)))})
 
-    def weigh(graph: Any, params: Any, variables: Any, arrays: Any) -> Any:
+    def weigh(call: "_Call", graph: Any, params: Any, variables: Any, *batch: Any) -> Any:
         assert weight is not None
-        args, kwargs = nnx.merge(graph, joined(params), variables, arrays, copy=True)
+        modules = nnx.merge(graph, joined(params), variables, copy=True)
+        args, kwargs = call.arguments(modules, batch)
         return weight(*args, **kwargs)
 
-    def pure(graph: Any, params: Any, variables: Any, arrays: Any) -> tuple[Any, Any]:
+    def pure(call: "_Call", graph: Any, params: Any, variables: Any, *batch: Any) -> Any:
         """The loss, and aux with the variables that the loss changes."""
         if axis.mapped:  # this worker's keys, of all workers' keys
-            is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
             fold = jnp.vectorize(lambda key: jax.random.fold_in(key, axis.index))
             variables = jax.tree.map(lambda x: fold(x) if is_key(x) else x, variables)
-        modules = nnx.merge(graph, joined(params), variables, arrays, copy=True)
-        # The loss may change dicts and lists that are not modules.
-        is_node = lambda x: isinstance(x, nnx.Pytree | nnx.Variable)
-        args, kwargs = jax.tree.map(lambda x: x, modules, is_leaf=is_node)
-        value = loss_fn(*args, **kwargs)
-        after, own, rest, _ = nnx.split(modules, chosen, nnx.Variable, ...)
-        if after != graph or _changes(joined(params), own):
+
+        def run(params: Any, variables: Any, *batch: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+            """The loss's result, then the graph, and the two states, after it."""
+            modules = nnx.merge(graph, joined(params), variables, copy=True)
+            args, kwargs = call.arguments(modules, batch)
+            value = loss_fn(*args, **kwargs)
+            after, own, rest, *_ = nnx.split(modules, chosen, ...)
+            return value, after, (own, rest)
+
+        given = params, variables, *batch
+        value, after, states = run(*given)
+        states_of = lambda *args: run(*args)[2]
+        try:
+            alike, changes = after == graph, {}
+        except jax.errors.TracerBoolConversionError:  # an array became a static attribute
+            alike, changes = False, {}
+        if alike:
+            changes = _changes((joined(params), variables), states, states_of, given)
+        if not alike or any(number == 0 for number, _ in changes):
             raise ValueError(
                 "the loss adds or removes variables or attributes of its modules, or changes "
                 "variables that it is differentiated by; do this outside of the loss, and "
                 "return captured values as aux"
             )
         value, more = value if has_aux else (value, None)
-        changes = _changes(variables, rest)
-        _check_changes(changes, variables, axis)
-        return value, (more, changes)
+        changed = {number: x for (_, number), x in changes.items()}
+        if axis.mapped:
+            _check_changes(call, changed, variables, states_of, given, axis)
+        return value, (more, changed)
 
     def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
         check_names(loss_fn, args, key=key, state=state)
-        graph, found, variables, arrays = nnx.split((args, kwargs), chosen, nnx.Variable, ...)
-        missing = [number for number in filters if number not in found.get(0, {})]
-        if missing:
-            raise ValueError(
-                f"argnums={argnums!r} selects no variable of argument {missing[0]}, and the loss "
-                f"got {len(args)} positional arguments; pass modules by position, and a filter "
-                "that some of their variables pass"
-            )
-        params = tuple(found[0][number] for number in filters)
+        numbers = _positions(argnums, [own.argnum for own in told], len(args))
+        call, modules, batch = _Call.of(args, kwargs, numbers)
+        graph, found, variables = nnx.split(modules, chosen, ...)
+        params = tuple(found.get(0, {}).get(i, nnx.State({})) for i in range(len(numbers)))
+        for number, own, keep in zip(numbers, params, filters, strict=True):
+            # A module that stands before among the arguments has its variables there.
+            if not own and not nnx.state(args[number], keep):
+                raise ValueError(
+                    f"argnums={argnums!r} selects no variable of argument {number}, and the loss "
+                    f"got {len(args)} positional arguments; pass modules by position, and a "
+                    "filter that some of their variables pass"
+                )
         params = params if several else params[0]
         around = mesh_around(params) if mesh is None else mesh
-        own = {"specs": specs, "weight": weight and functools.partial(weigh, graph)}
-        own |= {"aux": aux, "batch_specs": None}
+        own = {"specs": specs, "weight": weight and functools.partial(weigh, call, graph)}
+        own |= {"aux": aux, "batch_specs": batch_specs}
         if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
-            own |= {"aux": (aux, "same"), "batch_specs": (P(), None)}
+            whole = [("a variable", P())] * len(jax.tree.leaves(variables))
+            leaves = call.leaf_specs(batch_specs, loss_fn, batch, axis)
+            own |= {"aux": (aux, "same"), "batch_specs": lambda _: whole + leaves}
         options = {"metrics": metrics, "reduces": reduce, "gathers": gather, "for_auto": own}
-        of_graph = functools.partial(pure, graph)
+        of_graph = functools.partial(pure, call, graph)
         grad_fn = gradients(of_graph, total, argnums=0, has_aux=True, mesh=mesh, **options)
-        (value, (more, changes)), grads = grad_fn(params, variables, arrays, key=key, state=state)
-        paths = [path for path, _ in nnx.to_flat_state(variables)]
-        changed = [(paths[number], x) for number, x in changes.items()]
-        nnx.update((args, kwargs), nnx.from_flat_state(changed))
+        (value, (more, changes)), grads = grad_fn(params, variables, *batch, key=key, state=state)
+        _write(call, modules, variables, changes)
         return ((value, more) if has_aux else value), grads
 
     return of_modules
 
 
-def _changes(before: Any, after: Any) -> dict[int, Any]:
-    """The variables with new values, by their numbers among all."""
-    pairs = zip(nnx.to_flat_state(before), nnx.to_flat_state(after), strict=True)
-    return {
-        number: x
-        for number, ((_, old), (_, x)) in enumerate(pairs)
-        if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(x), strict=True))
-    }
+def _positions(argnums: Any, numbers: list[int], count: int) -> list[int]:
+    """The numbers of positional arguments, of so many, that ``argnums`` selects."""
+    if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
+        raise ValueError(
+            f"argnums={argnums!r}, and the loss got {count} positional arguments; pass each "
+            "number once, and modules by position"
+        )
+    return [i % count for i in numbers]
 
 
-def _check_changes(changes: dict[int, Any], variables: Any, axis: Axis) -> None:
+def _is_module(x: Any) -> bool:
+    """Whether all arrays of ``x`` are whole on every worker: a module, or other variables."""
+    if isinstance(x, nnx.Variable | nnx.Module):
+        return True
+    if not isinstance(x, nnx.Pytree):
+        return False
+    return any(isinstance(own, nnx.Variable) for _, own in nnx.iter_graph(x))
+
+
+class _Call(NamedTuple):
+    """Which arguments of the loss are differentiated: modules are split from the batch."""
+
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, args: tuple, kwargs: dict[str, Any], numbers: list[int]) -> tuple[Any, Any, Any]:
+        """The call, its modules, and the batch: ``(args, kwargs)`` with `None` for modules.
+
+        Modules are ``(those differentiated, other positional ones, keywords)``, with `None` for
+        everything else. So a module that is passed twice counts as differentiated.
+        """
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_module)
+        kept = [_is_module(x) for x in leaves]
+        pairs = [(x, None) if own else (None, x) for x, own in zip(leaves, kept, strict=True)]
+        (own, named), batch = (tree.unflatten(x) for x in zip(*pairs, strict=True))
+        rest = tuple(None if i in numbers else x for i, x in enumerate(own))
+        return cls(tuple(numbers)), (tuple(own[i] for i in numbers), rest, named), batch
+
+    def arguments(self, modules: Any, batch: Any) -> tuple[Any, Any]:
+        """The positional arguments and the keywords of the loss: inverts `of`.
+
+        The loss may change dicts and lists among them: they are new.
+        """
+        own, rest, named = modules
+        args = list(rest)
+        for number, x in zip(self.numbers, own, strict=True):
+            args[number] = x
+        is_leaf = lambda x: x is None or _is_module(x)
+        join = lambda x, data: data if x is None else x
+        return jax.tree.map(join, (tuple(args), named), batch, is_leaf=is_leaf)
+
+    def name(self, path: tuple) -> str:
+        """A leaf of the modules, by the number or name of its argument and the path in it."""
+        kind, argument, *rest = path
+        return "/".join(map(str, (self.numbers[argument] if kind == 0 else argument, *rest)))
+
+    def leaf_specs(
+        self, batch_specs: Any, loss_fn: Callable[..., Any], batch: Any, axis: Axis
+    ) -> list[tuple[str, P | None]]:
+        """`batches.leaf_specs` of the batch; a tuple has no entries for differentiated modules."""
+        args, kwargs = batch
+        told, count = batch_specs, len(args) - len(self.numbers)
+        if isinstance(told, tuple | list) and len(told) == count:
+            entries = iter(told)
+            told = [None if i in self.numbers else next(entries) for i in range(len(args))]
+        elif isinstance(told, tuple | list):
+            return leaf_specs(told, loss_fn, args, kwargs, self.numbers, axis)  # refuses it
+        return leaf_specs(told, loss_fn, args, kwargs, (), axis)
+
+
+def _changes(before: Any, after: Any, states_of: Callable[..., Any], args: Any) -> dict[Any, Any]:
+    """The variables with new values, by the number of their state and their own in it.
+
+    Transformations such as `nnx.remat` and `nnx.jit` set every variable to a new array. What they
+    pass on unchanged is found in the program of ``states_of(*args)``, which is that of ``after``.
+    """
+    rows, leaf = [], 0
+    for number, pair in enumerate(zip(before, after, strict=True)):
+        flat = zip(*map(nnx.to_flat_state, pair), strict=True)
+        for place, ((_, old), (_, x)) in enumerate(flat):
+            leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(x), strict=True)]
+            if any(a is not b for a, b in leaves):
+                rows.append(((number, place), x, range(leaf, leaf + len(leaves))))
+            leaf += len(leaves)
+    if not rows:
+        return {}
+    passed = passed_arguments(
+        jax.make_jaxpr(lambda *args: jax.tree.leaves(states_of(*args)))(*args)
+    )
+    # Arguments and results begin with the leaves of the same two states.
+    return {place: x for place, x, own in rows if any(passed[i] != i for i in own)}
+
+
+def _check_changes(
+    call: _Call,
+    changes: dict[int, Any],
+    variables: Any,
+    states_of: Callable[..., Any],
+    args: Any,
+    axis: Axis,
+) -> None:
     """Refuses states that differ between workers; the map would take one worker's."""
-    for number, x in changes.items():
-        if any(varying_axes(leaf) & {*axis.names} for leaf in jax.tree.leaves(x)):
-            path = "/".join(map(str, nnx.to_flat_state(variables)[number][0][1:]))
+    mine = {*axis.names}
+    differ = {
+        number: x
+        for number, x in changes.items()
+        if any(varying_axes(leaf) & mine for leaf in jax.tree.leaves(x))
+    }
+    if not differ:
+        return
+    params, *rest = args
+    after = lambda params, rest: [x for _, x in nnx.to_flat_state(states_of(params, *rest)[1])]
+    counts = [len(jax.tree.leaves(x)) for _, x in nnx.to_flat_state(variables)]
+    known = same_everywhere(after, params, rest, axis)
+    ends = np.cumsum(counts)  # of each variable's leaves among all
+    for number, x in differ.items():
+        if known is None or not all(known[ends[number] - counts[number] : ends[number]]):
+            path = call.name(nnx.to_flat_state(variables)[number][0])
             raise ValueError(
                 f"the loss changes {path}, {type(x).__name__}, to a value of each worker's own "
                 f"examples: pass nnx.BatchNorm axis_name={axis.name!r}, update metrics outside of "
                 "the loss, or take a mesh of Explicit axes"
             )
+
+
+def _write(call: _Call, modules: Any, variables: Any, changes: dict[int, Any]) -> None:
+    """Writes back what the loss changed of its modules, by the variables' numbers among all."""
+    paths = [path for path, _ in nnx.to_flat_state(variables)]
+    for number, x in changes.items():
+        try:
+            nnx.update(modules, nnx.from_flat_state([(paths[number], x)]))
+        except ValueError as error:
+            raise ValueError(
+                f"the loss changes {call.name(paths[number])}, an array in a container that cannot "
+                "be changed; make it an nnx.Variable, or an attribute of its module"
+            ) from error

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close, assert_refused
-from cases import EXACT, low
+from cases import CHEAP, EXACT, low
 from flax import linen
 from hlo import moves_of
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from workers import mesh_of, network, put
+from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums
@@ -175,6 +175,89 @@ def test_arguments_that_may_be_no_examples_are_not_split_silently():
         UserWarning, match=r"of 2 lengths.*\(32,\), \(6, 16\)\].*P\(\) in batch_specs"
     ):
         f(*arrays(), np.ones((6, 16), np.float32))
+
+
+def labelled(params, batch, table):
+    """Every worker needs the whole table, which may have as many rows as the batch."""
+    return jnp.mean(errors(params, batch["x"]) * table[batch["label"]])
+
+
+@pytest.mark.parametrize("rows", [32, 48])
+def test_placements_say_which_arguments_are_whole(rows):
+    """Outside of `jax.jit`; if they have as many rows as the batch, a warning says so."""
+    params, batch = arrays()
+    mesh = mesh_of(8)
+    batch = {"x": batch["x"], "label": np.arange(32)[::-1].copy()}
+    table = np.linspace(0.0, 1.0, rows, dtype=np.float32)
+    expected = jax.value_and_grad(labelled)(params, batch, table)
+    placed = put(batch, mesh, P("data")), put(table, mesh)
+    if rows == 48:
+        assert_close(ours(labelled)(params, *placed), expected)
+        return
+    with pytest.warns(UserWarning, match="'table' has shape .32,., as many rows.*every worker"):
+        assert_close(ours(labelled)(params, *placed), expected)
+    told = ours(labelled, batch_specs={"table": P()})
+    assert_close(told(params, *placed), expected)
+    assert_close(jax.jit(told)(params, *placed), expected)  # placements cannot be seen
+
+
+def test_without_a_placement_over_workers_all_arguments_are_split():
+    """On one device, of NumPy, or whole on every device; a placement of columns warns."""
+    params, batch = arrays()
+    mesh = mesh_of(8)
+    shapes = []
+
+    def seen(params, batch):
+        shapes.append(batch["x"].shape)
+        return loss(params, batch)
+
+    whole = put({"x": batch["x"]}, mesh)
+    for own in (whole, {"x": jnp.asarray(batch["x"])}, {"x": batch["x"]}):
+        jax.make_jaxpr(lambda p, own=own: ours(seen)(p, own))(params)
+    columns = put({"x": batch["x"]}, mesh, P(None, "data"))
+    with pytest.warns(UserWarning, match=r"batch..x... is sharded as .*None, 'data'.*its leading"):
+        jax.make_jaxpr(lambda p: ours(seen)(p, columns))(params)
+    assert {*shapes} == {(4, 16)}
+
+
+def test_a_batch_in_a_closure_is_warned_of():
+    params, batch = arrays()
+    for closed in (batch, put(batch, mesh_of(8)), put(batch, mesh_of(8), P("data"))):
+        with pytest.warns(UserWarning, match="all workers on axis 'data' compute the same loss"):
+            jax.eval_shape(ours(lambda p, closed=closed: loss(p, closed)), params)
+    with pytest.warns(UserWarning, match="compute the same loss"):
+        given = ours(lambda p, table: loss(p, batch) * table, batch_specs=(P(),))
+        jax.eval_shape(given, params, np.ones(()))
+    own = lambda p: loss(p, {"x": batch["x"] * jnp.float32(lax.axis_index("data"))})
+    drawn = lambda p, key: loss(p, {"x": jax.random.normal(key, (4, 16))})
+    jax.eval_shape(ours(own), params)
+    jax.eval_shape(ours(drawn), params, jax.random.key(0))
+    jax.eval_shape(ours(lambda p: loss(p, batch), mesh_of(1)), params)
+
+
+def test_aux_that_is_not_the_same_is_warned_of():
+    """Batch statistics; what parameters alone say is the same on all workers."""
+    params, batch = arrays()
+
+    def statistics(params, batch, before):
+        mean = jnp.mean(batch["x"], axis=0)
+        after = {"own": 0.9 * before + 0.1 * mean, "all": lax.pmean(mean, "data")}
+        after |= {"norm": jnp.sum(params["up"] ** 2), "before": before}
+        return loss(params, batch), after
+
+    options = {"has_aux": True, "batch_specs": {"before": P()}}
+    f = ours(statistics, aux="same", **options)
+    with pytest.warns(UserWarning, match=r"\['own'\]\"\], which depend on.*BatchNorm") as caught:
+        jax.eval_shape(f, params, batch, np.zeros(16, np.float32))
+    assert len(caught) == 1
+    f = ours(
+        statistics,
+        aux={"own": "mean", **dict.fromkeys(("all", "norm", "before"), "same")},
+        **options,
+    )
+    (_, aux), _ = f(params, batch, np.zeros(16, np.float32))
+    assert_close(aux["own"], 0.1 * aux["all"])
+    assert float(aux["norm"]) == pytest.approx(float(np.sum(params["up"] ** 2)), rel=1e-5)
 
 
 def test_aux_becomes_what_its_words_say():
@@ -355,12 +438,20 @@ def test_what_does_not_go_is_refused():
     number, vector = lambda: jnp.int32(7), lambda: jnp.ones(3)
     other, deeper = {"other": "mean"}, {"leaf": {"deeper": "mean"}}
     two = "and the loss got 2 positional"
+    by = lambda specs: ours(lambda p, b, *, t=1: loss(p, b), batch_specs=specs)
+    entries = r"got 1 positional arguments besides its parameters \('p'\): \['b'\].*a dict"
     assert_refused(
         (ValueError, "inside of a map over axis 'data'.*jax.value_and_grad", inside, *args),
         (ValueError, "key without its type.*wrap_key_data", three, *args, jax.random.PRNGKey(0)),
         (ValueError, r"PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args, keys),
         (ValueError, rf"argnums=\(0, 2\), {two}", ours(loss, argnums=(0, 2)), *args),
         (ValueError, rf"argnums=\(0, -2\), {two}", ours(loss, argnums=(0, -2)), *args),
+        (ValueError, f"has 2 entries, and the loss {entries}", by((P(), P("data"))), *args),
+        (ValueError, f"has 0 entries, and the loss {entries}", by(()), *args),
+        (ValueError, r"names 'p'.*differentiated by.*specs=", by({"p": P()}), *args),
+        (ValueError, r"names 'c', .*\['b', 't'\]", by({"c": P()}), *args),
+        (ValueError, "argument 'b': specs do not fit", by({"b": {"y": P()}}), *args),
+        (ValueError, r"b\['mask'\] has shape \(32,\)", by({"b": P(None, "data")}), *args),
         (ValueError, "on the 8 workers of axes.*weight= out", ours(of_all, weight=count), *args),
         (ValueError, "op='sum' and weight=", lambda: ours(loss, op="sum", weight=count)),
         (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
@@ -404,5 +495,60 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
         whole(params, x, frozen=shards)
     whole(params, x, frozen=frozen)  # on one device: nothing is gathered
     unknown = ours(lora, batch_specs={"froze": P()})
-    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen', 'how'\].*by keyword"):
+    with pytest.raises(ValueError, match=r"names 'froze'.*\['frozen', 'how', 'x'\]"):
         unknown(params, x, frozen=frozen, how="exact")
+
+
+def test_specs_by_name_cover_all_arguments():
+    """A few random signatures: what a worker gets is what its spec says, told in either way."""
+    rng, length = np.random.default_rng(0), 16
+    params = {"w": np.ones(3, np.float32)}
+
+    def seen(specs, *args, **kwargs):
+        shapes = {}
+
+        def own(first, params, second, *rest, third, fourth=None):
+            given = {"first": first, "second": second, "third": third, "fourth": fourth}
+            given |= {f"rest{i}": x for i, x in enumerate(rest)}
+            shapes.update({name: None if x is None else x["x"].shape for name, x in given.items()})
+            return jnp.sum(params["w"]) * jnp.mean(first["x"])
+
+        jax.eval_shape(ours(own, batch_specs=specs, argnums=1), *args, **kwargs)
+        return shapes
+
+    kinds = [(P(), (16, 8)), (P("data"), (2, 8)), (P(None, "data"), (16, 1)), (None, (2, 8))]
+    x = {"x": np.ones((length, 8), np.float32)}
+    for _ in range(12):
+        names = ["first", "second", "rest0", "rest1", "third", "fourth"]
+        drawn = dict(zip(names, rng.integers(len(kinds), size=6), strict=True))
+        if all(kinds[i][1][0] == 16 for i in drawn.values()):
+            continue  # a warning: no argument is split by rows
+        specs = {name: kinds[i][0] for name, i in drawn.items()}
+        if rng.random() < 0.5:
+            specs["first"] = {"x": specs["first"]}
+        expected = {name: kinds[i][1] for name, i in drawn.items()}
+        rest = specs.pop("rest0"), specs.pop("rest1")
+        by_name = specs | {"rest": rest}
+        args = x, params, x, x, x
+        assert seen(by_name, *args, third=x, fourth=x) == expected
+        in_order = (specs["first"], specs["second"], *rest)
+        own = expected | {"third": (2, 8), "fourth": None}
+        assert seen(in_order, *args, third=x) == own
+        without = seen(by_name, *args, third=x)  # a name that the call leaves out
+        assert without == expected | {"fourth": None}
+
+
+def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
+    params, batch = arrays()
+    specs = {"up": P(None, "model"), "down": P()}
+    f = ours(loss, mesh_of(2, 2), reduce=False, specs=specs, method=CHEAP)
+    run = lambda params, batch: dq.reduce(
+        f(params, batch)[1], "data", op="sum", method=CHEAP, metrics=True
+    )
+    found, expected = run(params, batch), jax.jit(run)(params, batch)
+    assert_close(found, expected)
+    assert 0 < float(found.metrics.vnmse) < 0.1
+    assert found.tree["up"].sharding.spec == P(None, "model")
+    with compilations() as programs:
+        run(params, batch)
+    assert not programs  # one program serves all calls

@@ -10,11 +10,12 @@ import pytest
 from asserts import assert_close
 from cases import CHEAP, small
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.core.passing import passed_arguments
 from dynamiq_jax.methods.metrics import vnmse
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -169,6 +170,231 @@ def test_weights_and_several_arguments():
     compressed = OURS(masked, argnums=(0, 2), mesh=mesh, weight=tokens, method=CHEAP)
     _, grads = nnx.jit(compressed)(first, batch, second)
     assert 1e-6 < float(vnmse(jax.device_get(grads), expected[1])) < 0.1
+
+
+@functools.cache
+def first_state(make):
+    """A module's graph and its state, made once."""
+    graph, state = nnx.split(make())
+    return graph, jax.device_get(state)
+
+
+def made(make, mesh=None):
+    """A new module, on the devices of a mesh."""
+    graph, state = first_state(make)
+    return nnx.merge(graph, jax.device_put(state, mesh and NamedSharding(mesh, P())))
+
+
+class Layers(nnx.Module):
+    """A stack of layers in a scan, and one layer through other transformations."""
+
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        make = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs), in_axes=0, out_axes=0)
+        self.stack = make(rngs.split(2))
+        self.out = nnx.Linear(16, 4, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x, how=nnx.remat):
+        layer = lambda module, x: nnx.tanh(module(x))
+        self.calls[...] += 1
+        x = nnx.scan(nnx.remat(layer), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.stack, x)
+        return how(layer)(self.out, x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("how", [nnx.remat, nnx.jit, lambda f: nnx.jit(nnx.remat(f))])
+def test_layers_through_transformations_are_not_taken_for_changed(how, kind):
+    batch = {name: batches()[0][name] for name in ("x", "y")}
+    loss = lambda model, x, y, how: jnp.mean((model(x, how) - y) ** 2)
+    plain = nnx.value_and_grad(lambda model, x, y: loss(model, x, y, lambda f: f))
+    expected = nnx.jit(plain)(made(Layers), **batch)
+    mesh = mesh_of(8, kind=KINDS[kind])
+    model = made(Layers, mesh)
+    with jax.set_mesh(mesh):
+        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        f = OURS(lambda model, x, y: loss(model, x, y, how), **own)
+        found = nnx.jit(f)(model, **jax.device_put(batch, P("data")))
+    assert_close(found, expected)
+    assert float(model.calls[...]) == 1
+
+
+def test_results_that_are_arguments_are_known_through_calls_loops_and_branches():
+    expected = {}
+
+    def program(a, b, rows, flag):
+        """Notes for every result the number of the argument that it is."""
+        found = []
+
+        def note(name, x, number):
+            expected[name] = number
+            found.append(x)
+
+        step = lambda carry, row: ((carry[0], carry[2], carry[1]), (row, 2 * row))
+        (kept, swapped, _), ys = jax.lax.scan(step, (a, a, b), rows)
+        note("carry", kept, 0)
+        note("swapped carries", swapped, None)
+        note("rows", ys[0], 2)
+        note("other rows", ys[1], None)
+        keep = jax.checkpoint(lambda x: (jnp.sin(x), x))
+        note("rows through a checkpoint", jax.lax.scan(lambda _, x: (0, keep(x)), 0, rows)[1][1], 2)
+        last = jax.lax.scan(lambda _, x: (x, None), b, rows)[0]
+        note("the last row", last, None)
+        moves = lambda x: (x[0] + a, x[1], x[3], x[2])
+        loop = jax.lax.while_loop(lambda x: x[0][0] < 3, moves, (a, b, a, b))
+        note("swapped in a loop", loop[2], None)
+        note("a counter", loop[0], None)
+        note("beside a counter", loop[1], 1)
+        first, second = jax.lax.cond(flag, lambda x, y: (x, y), lambda x, y: (x, x), a, b)
+        note("in both branches", first, 0)
+        note("in one branch", second, None)
+        inner = jax.shard_map(lambda x: (x, -x), mesh=auto_mesh(2), in_specs=P(), out_specs=P())
+        same, negative = jax.jit(inner)(b)
+        note("in a map", same, 1)
+        note("its negative", negative, None)
+        one = jax.shard_map(lambda x: x, mesh=auto_mesh(2), in_specs=P(), out_specs=P("data"))
+        note("copies", one(a), None)
+        note("a constant", jnp.ones(3), None)
+        return found
+
+    a, rows = jnp.zeros(3), jnp.zeros((2, 3))
+    found = passed_arguments(jax.make_jaxpr(program)(a, a, rows, True))
+    assert dict(zip(expected, found, strict=True)) == expected
+
+
+def test_a_change_within_a_transformation_is_still_found():
+    """Of parameters, which is refused, and of a statistic of each worker's own examples."""
+
+    def scaled(module, x):
+        module.out.bias[...] = module.out.bias[...] * 2
+        return module(x)
+
+    def counted(module, x):
+        module.calls[...] = module.calls[...] + jnp.sum(x)
+        return module(x)
+
+    errors = {scaled: "changes variables that it is", counted: "changes 0/calls, Variable, .*own"}
+    for layer, message in errors.items():
+        loss = lambda model, x, layer=layer: jnp.mean(nnx.remat(layer)(model, x))
+        with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=message):
+            nnx.eval_shape(OURS(loss), made(Layers), batches()[0]["x"])
+
+
+class Mixed(nnx.Module):
+    """Attributes of all kinds, that the loss reads, and of which it changes some."""
+
+    def __init__(self):
+        self.a = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+        self.codes = jax.random.normal(jax.random.key(1), (32, 16))  # as many rows as the batch
+        self.odd = np.linspace(0, 1, 7, dtype=np.float32)
+        self.count, self.name, self.rate = jnp.zeros(()), "mixed", 0.5
+        self.tables = nnx.data({"one": jnp.arange(8.0), "more": (jnp.ones(3), 2)})
+        self.parts = nnx.List([nnx.Linear(16, 16, rngs=nnx.Rngs(1)), nnx.Variable(jnp.ones(16))])
+        self.average = nnx.Variable(jnp.zeros((16, 16)))
+
+    def __call__(self, x):
+        self.count = self.count + 1
+        self.tables["one"] = self.tables["one"] + 1
+        kernel = jax.lax.stop_gradient(self.a.kernel[...])
+        self.average[...] = 0.9 * self.average[...] + 0.1 * kernel  # of parameters alone
+        y = self.parts[0](self.a(x)) * self.parts[1][...][None]
+        d = jnp.sum((y[:, None, :] - self.codes[None]) ** 2, axis=-1)
+        scale = jnp.sum(self.odd) + jnp.sum(self.tables["one"]) + self.tables["more"][1]
+        return jnp.min(d, axis=1) * scale * self.rate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_arrays_of_a_module_are_whole_and_written_back(kind):
+    """Arrays that are no variables; state of parameters alone is the same on all workers."""
+    loss = lambda model, x: jnp.mean(model(x))
+    x, expected = batches()[0]["x"], made(Mixed)
+    wanted = nnx.jit(nnx.value_and_grad(loss))(expected, x)
+    mesh = mesh_of(8, kind=KINDS[kind])
+    model = made(Mixed, mesh)
+    with jax.set_mesh(mesh):
+        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        found = nnx.jit(OURS(loss, **own))(model, jax.device_put(x, P("data")))
+    assert_close(found, wanted)
+    assert float(model.count) == 1
+    np.testing.assert_array_equal(model.tables["one"], np.arange(8) + 1)
+    assert_close(nnx.state(model), nnx.state(expected))
+
+
+def test_what_cannot_be_written_back_is_refused_by_its_path():
+    def in_place(model, x):
+        model.tables["more"] = model.tables["more"][0] + 1, 2
+        return jnp.mean(model(x))
+
+    def replaced(model, x):
+        model.tables = {"one": jnp.mean(x)}
+        return jnp.mean(model.a(x))
+
+    errors = {
+        in_place: "changes 0/tables/more/0, .*nnx.Variable",
+        replaced: "removes variables or at",
+    }
+    model = made(Mixed)
+    for loss, message in errors.items():
+        with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=message):
+            nnx.eval_shape(OURS(loss), model, batches()[0]["x"])
+
+
+def test_argnums_and_modules_that_are_passed_twice():
+    """Gradients of a shared module are in the first state, as in NNX."""
+    x = batches()[0]["x"]
+    make = lambda seed: made(functools.cache(lambda: nnx.Linear(16, 16, rngs=nnx.Rngs(seed))))
+    shared, other = make(0), make(1)
+    loss = lambda first, x, second: jnp.mean(second(nnx.tanh(first(x))) ** 2)
+    with jax.set_mesh(auto_mesh()):
+        found = OURS(loss, argnums=(0, 2))(shared, x, shared)
+        plain = nnx.jit(nnx.value_and_grad(loss, argnums=(0, 2)))
+        assert_close(found, plain(shared, x, shared))
+        assert not found[1][1]
+        for argnums in (0, -1):  # both uses count: there is one module
+            value, grads = OURS(loss, argnums=argnums)(shared, x, shared)
+            assert_close((value, grads), (found[0], found[1][0]))
+        last = OURS(loss, argnums=-1)(shared, x, other)
+        plain = nnx.jit(nnx.value_and_grad(loss, argnums=2))
+        assert_close(last, plain(shared, x, other))
+        apart = OURS(lambda m, x: loss(m["one"], x, m["two"]))({"one": shared, "two": other}, x)
+        assert_close(apart[0], last[0])
+        assert_close(apart[1]["two"], last[1])
+    for argnums in (3, -4, (0, -3)):
+        with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match="argnums.* 3 positional"):
+            OURS(loss, argnums=argnums)(shared, x, other)
+
+
+class Rows(nnx.Pytree):
+    """A batch: it has no variables."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def test_batch_specs_are_of_arguments_that_are_no_modules():
+    x, table = batches()[0]["x"], np.linspace(0, 1, 32, dtype=np.float32)
+    model = nnx.Linear(16, 16, rngs=nnx.Rngs(0))
+
+    def loss(frozen, model, rows, table, *, scales):
+        assert rows.x.shape == (4, 16)
+        return (
+            jnp.mean(model(rows.x + frozen.bias[...][None]) ** 2)
+            * jnp.sum(table)
+            * jnp.sum(scales["a"])
+        )
+
+    args = nnx.Linear(16, 16, rngs=nnx.Rngs(1)), model, Rows(x), table
+    kwargs = {"scales": {"a": table}}
+    whole = lambda model: jnp.mean(model(x + args[0].bias[...][None]) ** 2) * jnp.sum(table) ** 2
+    expected = nnx.jit(nnx.value_and_grad(whole))(model)
+    by_name = {"table": P(), "scales": {"a": P()}, "rows": P("data")}
+    with jax.set_mesh(auto_mesh()):
+        assert_close(OURS(loss, argnums=1, batch_specs=by_name)(*args, **kwargs), expected)
+        in_order = OURS(loss, argnums=1, batch_specs=(None, None, P()))
+        value, _ = in_order(*args, scales={"a": np.full(32, np.sum(table) / 4)})  # split in 8
+        np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+        with pytest.raises(ValueError, match=r"2 entries.* 3 positional.*\['frozen', 'rows', 'ta"):
+            OURS(loss, argnums=1, batch_specs=(P(), P()))(*args, **kwargs)
 
 
 @nnx.jit

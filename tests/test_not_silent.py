@@ -1,5 +1,8 @@
 """Programs that would do something else than their authors expect say so while they are traced."""
 
+import contextlib
+import inspect
+import sys
 from functools import partial
 
 import jax
@@ -11,6 +14,7 @@ from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.core import compat
 from dynamiq_jax.request.compression import as_compression
 
 N = 4
@@ -121,3 +125,84 @@ class TestKeysThatDiffer:
         options = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
         mapped = jax.shard_map(run, mesh=mesh_of(N, 2), check_vma=check_vma, **options)
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((N, 80000), jnp.float32))
+
+
+def renamed(code, **names):
+    """Code with other names of its file or functions, those of inner functions included."""
+    own = {name: change(getattr(code, name)) for name, change in names.items()}
+    constants = (renamed(x, **names) if inspect.iscode(x) else x for x in code.co_consts)
+    return code.replace(co_consts=tuple(constants), **own)
+
+
+def another_jax(monkeypatch, **names):
+    """JAX's functions that map have other names than in the versions that the library knows."""
+    module = sys.modules[inspect.unwrap(jax.shard_map).__module__]
+    own = [x for x in vars(module).values() if getattr(x, "__module__", "") == module.__name__]
+    methods = [x for kind in own if inspect.isclass(kind) for x in vars(kind).values()]
+    for function in filter(inspect.isfunction, own + methods):
+        monkeypatch.setattr(function, "__code__", renamed(function.__code__, **names))
+
+
+class Unnoticed:
+    """A context that JAX's caches of traces do not know."""
+
+    value = 0
+
+    def __call__(self, number):
+        return contextlib.nullcontext()
+
+
+class TestAnotherVersionOfJax:
+    """What the library knows of JAX's private parts is tried before it is used."""
+
+    def gradient_from_outside(self):
+        """It would be half of what it should be."""
+
+        def own(w, x):
+            w = dq.reduce_in_backward(w, "data", method=CHEAP)
+            return jax.lax.pmean(jnp.mean(w * x[0]), "data")
+
+        options = {"in_specs": (P(), P("data")), "out_specs": P()}
+        loss = jax.shard_map(own, mesh=auto_mesh(2), **options)
+        jax.eval_shape(jax.grad(loss), SMALL, jax.ShapeDtypeStruct((2, 1), jnp.float32))
+
+    def test_whose_file_of_maps_has_another_name(self, monkeypatch):
+        with pytest.raises(ValueError, match="outside of jax.shard_map"):
+            self.gradient_from_outside()
+        another_jax(monkeypatch, co_filename=lambda name: name.replace("shard_map", "mapping"))
+        both = rf"{jax.__version__} differs.*{compat.KNOWN_VERSIONS}"
+        with pytest.raises(RuntimeError, match=both):
+            self.gradient_from_outside()
+        found = inspect.unwrap(jax.shard_map).__code__.co_filename  # as it is imported later
+        monkeypatch.setattr(compat, "_FILE_OF_MAPS", found)
+        with pytest.raises(ValueError, match="outside of jax.shard_map"):
+            self.gradient_from_outside()
+
+    def test_whose_functions_have_other_names(self, monkeypatch):
+        assert compat._knows_maps()
+        another_jax(monkeypatch, co_name=lambda name: name.replace("trans", "back"))
+        assert not compat._knows_maps()
+
+    @pytest.mark.parametrize("example", [lambda: False, lambda: 1 / 0], ids=["other", "raises"])
+    def test_of_which_an_example_differs(self, example):
+        checked = compat._tried("its parts", example)(lambda: 1)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="in its parts; install one of these"):
+                checked()
+
+    def test_of_which_other_examples_differ(self, monkeypatch):
+        monkeypatch.setattr(compat.partial_eval, "JaxprTracer", int)
+        assert not compat._knows_linear_transpose()
+        monkeypatch.setattr(jax.lax, "axis_index", lambda name: jnp.int32(0))
+        assert not compat._knows_vmap()
+        monkeypatch.setattr(compat, "name_of", lambda equation: f"node[{equation.primitive.name}]")
+        assert not compat._knows_vjp()
+        monkeypatch.setattr(compat, "_number", Unnoticed())
+        assert not compat._knows_contexts()
+
+    def test_that_lacks_a_private_part(self, monkeypatch):
+        with pytest.raises(RuntimeError, match="the linear program of jax.vjp"):
+            compat.linear_program(lambda x: x)
+        monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+        with pytest.raises(RuntimeError, match="and has no client"):
+            compat.coordination_client()

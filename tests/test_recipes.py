@@ -28,9 +28,9 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "jit", "auto", "auto window", "optax", "accumulation", "checkpoint", "sharded",
-    "sharded jit", "nnx", "linen", "explicit", "meshes", "several hosts", "scan", "fsdp",
-    "fsdp state", "sequential", "scattered", "loss scaling", "weight", "budget", "grid",
+    "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
+    "sharded jit", "nnx", "linen", "linen norm", "explicit", "meshes", "several hosts", "scan",
+    "fsdp", "fsdp state", "sequential", "scattered", "loss scaling", "weight", "budget", "grid",
     "by path", "by step", "metrics",
 ]  # fmt: skip
 
@@ -233,10 +233,29 @@ def of_metrics(found):
     return all(1e-5 < float(row["vnmse"]) < 0.05 for row in rows)
 
 
+def of_a_table(found):
+    own = found["buffers"]
+    value = found["table_loss"](found["params"], found["labelled"], own["scale"], buffers=own)
+    return np.isclose(found["loss"], value, rtol=1e-5)
+
+
+def of_statistics(found):
+    """The loss of the whole batch, and running averages of it."""
+    own = found["weights"], found["stats"], found["batches"][0]
+    (value, after), _ = found["grad_fn"](*own)
+    # Alone, the mean over the axis is that of one worker.
+    alone = jax.vmap(lambda batch: found["normed_loss"](*own[:2], batch), axis_name="data")
+    expected, stats = alone(jax.tree.map(lambda x: x[None], own[2]))
+    pairs = zip(jax.tree.leaves(after), jax.tree.leaves(stats), strict=True)
+    near = all(np.allclose(a, b[0], rtol=1e-4, atol=1e-5) for a, b in pairs)
+    return near and np.isclose(value, expected[0], rtol=1e-4)
+
+
 PRINTED = [
     (["auto"], r"loss 0\.\d{3} of \d\d tokens, 64 rows\n",
      lambda found: int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())),
     (["auto", "auto window"], "", of_windows),
+    (["auto specs"], r"loss \d\.\d{3}\n", of_a_table),
     (["optax"], r"loss 0\.\d{3}, vNMSE \d\.\de-0\d\n", of_optax),
     (["optax", "accumulation"], r"\n3 reductions in 12 steps\n",
      lambda found: finite(found["trained"]["out"]["kernel"])),
@@ -245,6 +264,7 @@ PRINTED = [
      lambda found: part(found["opt_state"].masters["out"]["kernel"]) == (128, 8)),
     (["nnx"], r"loss 0\.[0-4]\d*\n", None),
     (["linen"], r"loss 0\.[0-4]\d*\n", None),
+    (["linen", "linen norm"], r"\nstatistics of all workers: loss 0\.[0-4]\d*\n", of_statistics),
     (["explicit"], r"loss [01]\.\d+\n", None),
     (["meshes"], "", of_meshes),
     (["several hosts"], "compressed, bucket 0", lambda found: close(

@@ -70,10 +70,24 @@ def reduce_terms(
             f"terms are summed outside of maps, and axis {axis.name!r} is mapped here; call psum "
             "after the map, or jax.value_and_grad and dq.psum in it"
         )
-    mesh, over = terms.mesh, P(axis.name)
+    return _reduced(total, terms.mesh, terms.specs, metrics, terms.tree, key, state)
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3))
+def _reduced(
+    total: Sum,
+    mesh: Mesh | AbstractMesh,
+    specs: tuple[P, ...],
+    metrics: bool,
+    tree: Any,
+    key: Array | None,
+    state: Any,
+) -> Reduced:
+    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes in programs alone."""
+    axis = total.axis
+    over = P(axis.name)
     others = several([name for name in mesh.axis_names if name not in axis.names], mesh.shape)
-    own_specs = jax.tree.structure(terms.tree).unflatten(terms.specs)
-    own = dataclasses.replace(total, specs=own_specs)
+    own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
         mine, before = (jax.tree.map(lambda x: x[0], x) for x in (tree, state))
@@ -88,5 +102,5 @@ def reduce_terms(
         in_specs=(over, P(), over),
         out_specs=Reduced(P(), over, P()),  # type: ignore[arg-type]
     )
-    found = mapped(terms.tree, key, state)
-    return found._replace(tree=constrained(found.tree, mesh, terms.specs)) if others else found
+    found = mapped(tree, key, state)
+    return found._replace(tree=constrained(found.tree, mesh, specs)) if others else found

@@ -1,9 +1,16 @@
-"""Differences between JAX versions, and what its tracing state can tell. The only such file."""
+"""Differences between JAX versions, and what its tracing state can tell. The only such file.
 
+Some of it has no public interface in JAX. Each such use raises where it does not find what it
+expects, or is tried once (`_tried`) on a small example with a known answer.
+"""
+
+import contextlib
 import functools
-import os
+import inspect
 import sys
-from collections.abc import Sequence
+import threading
+import types
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -11,32 +18,102 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax._src import config
-from jax._src.core import ShardingTypeError
-from jax._src.pjit import reshard_p
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+KNOWN_VERSIONS = "0.10.2 to 0.12"
+"""The versions of JAX whose private parts this file knows."""
+
+
+def _unknown(part: str) -> str:
+    """The error for a private part of JAX that is not as expected."""
+    return (
+        f"JAX {jax.__version__} differs from the versions {KNOWN_VERSIONS} that this version of "
+        f"dynamiq_jax knows, in {part}; install one of these, or a newer dynamiq_jax"
+    )
+
+
+@contextlib.contextmanager
+def _private(part: str) -> Iterator[None]:
+    """Names the known versions if a private part of JAX is not where it was."""
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError(_unknown(part)) from error
+    except (AttributeError, KeyError) as error:
+        raise RuntimeError(_unknown(part)) from error
+
+
+def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
+    """A decorator: before its first call a function is tried on an example.
+
+    The example runs in a thread of its own, since contexts of JAX are those of a thread.
+
+    Raises:
+      RuntimeError: (the decorated function) the example returns `False`, or raises.
+    """
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.cache
+        def answer() -> bool | Exception:
+            found: list[bool | Exception] = []
+
+            def run() -> None:
+                try:
+                    found.append(example())
+                except Exception as error:
+                    found.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return found[0]
+
+        @functools.wraps(function)
+        def checked(*args: Any) -> Any:
+            if (own := answer()) is not True:
+                cause = own if isinstance(own, Exception) else None
+                raise RuntimeError(_unknown(part)) from cause
+            return function(*args)
+
+        return checked
+
+    return decorated
+
+
+with _private("jax._src, the private modules"):
+    from jax._src import config
+    from jax._src.core import ShardingTypeError
+    from jax._src.pjit import reshard_p
 
 
 def coordination_client() -> Any:
     """The client of JAX's coordination service; `None` where `jax.distributed` was not started."""
     if not jax.distributed.is_initialized():
         return None
-    from jax._src import distributed  # there is no public way to it
+    with _private("jax._src.distributed, the client of the coordination service"):
+        from jax._src import distributed  # there is no public way to it
 
-    return distributed.global_state.client
+        client = distributed.global_state.client
+    if client is None:
+        raise RuntimeError(_unknown("jax._src.distributed: it is started and has no client"))
+    return client
 
 
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-    return aval.manual_axis_type.varying
+    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+        return aval.manual_axis_type.varying
 
 
 def half_reduced_axes(x) -> frozenset[str]:
     """The mesh axes over which JAX calls ``x`` "reduced" or "unreduced"."""
-    kind = jax.typeof(x).manual_axis_type
-    return kind.reduced | kind.unreduced
+    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+        kind = jax.typeof(x).manual_axis_type
+        return kind.reduced | kind.unreduced
 
 
 def is_constant(x) -> bool:
@@ -44,6 +121,17 @@ def is_constant(x) -> bool:
     return not isinstance(x, jax.core.Tracer)
 
 
+def _knows_linear_transpose() -> bool:
+    """Whether `is_transposed` tells `jax.linear_transpose` from `jax.jit`."""
+    found = []
+    note = lambda x: (found.append(isinstance(x, partial_eval.JaxprTracer)), 2 * x)[1]
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    jax.make_jaxpr(jax.linear_transpose(note, number))(number)
+    jax.make_jaxpr(note)(number)
+    return found == [True, False]
+
+
+@_tried("the class of tracers of jax.linear_transpose", _knows_linear_transpose)
 def is_transposed(x) -> bool:
     """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
     # The tracer's class is private. No public way was found: a linear function is transposed by
@@ -51,32 +139,102 @@ def is_transposed(x) -> bool:
     return isinstance(x, partial_eval.JaxprTracer)
 
 
+def _one_worker(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` under a `jax.shard_map` of one worker, of replicated arrays; for tracing."""
+    mesh = AbstractMesh((1,), ("worker",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P())
+
+
+_FILE_OF_MAPS = inspect.unwrap(jax.shard_map).__code__.co_filename
+"""The file of JAX that has `jax.shard_map`, its derivative, and no function of users."""
+
+
+def _runs_backwards(frame: types.FrameType | None) -> bool | None:
+    """Whether the innermost map on the stack is transposed; `None`: there is no map on it."""
+    while frame is not None:
+        if frame.f_code.co_filename == _FILE_OF_MAPS:
+            return "trans" in frame.f_code.co_name
+        frame = frame.f_back
+    return None
+
+
+def _knows_maps() -> bool:
+    """Whether `_runs_backwards` tells `jax.grad` outside of a map from `jax.grad` in it."""
+    found = []
+
+    @jax.custom_vjp
+    def noted(x: Array) -> Array:
+        return x
+
+    def backward(_: None, gradient: Array) -> tuple[Array]:
+        found.append(_runs_backwards(sys._getframe()))
+        return (gradient,)
+
+    noted.defvjp(lambda x: (x, None), backward)
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    for program in (
+        jax.grad(_one_worker(noted)),
+        _one_worker(jax.grad(noted)),
+        jax.grad(noted),
+    ):
+        jax.make_jaxpr(program)(number)
+    return found == [True, False, None]
+
+
+_MAP_FRAMES = "the functions that trace jax.shard_map and its derivative"
+
+
+@_tried(_MAP_FRAMES, _knows_maps)
 def transposes_a_map() -> bool:
     """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
 
-    JAX does not tell. Its function that transposes a map is on the stack then, nearer than the one
-    that runs the user's function.
+    Called under a `jax.shard_map`. JAX does not tell: types, axes and values are alike in both
+    cases. Its function that transposes a map is on the stack then, nearer than the one that runs
+    the user's function.
+
+    Raises:
+      RuntimeError: neither function is on the stack, or an example shows that they are not told
+        apart: this version of JAX is not known.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code.co_filename.endswith(_SHARD_MAP_FILE):
-            return "trans" in frame.f_code.co_name
-        frame = frame.f_back
-    return False
+    found = _runs_backwards(sys._getframe())
+    if found is None:
+        raise RuntimeError(_unknown(_MAP_FRAMES))
+    return found
 
 
 # JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Its
 # options are such a context, and there is no public way to make one.
-traced_for = config.int_state(
+_number = config.int_state(
     name="dynamiq_jax_traced_for",
     default=0,
     help="number of the trace of dynamiq_jax.value_and_grad; 0 outside",
     include_in_jit_key=True,
     include_in_trace_context=True,
 )
-"""``with traced_for(number):`` traces anew what was traced for another number."""
 
-_SHARD_MAP_FILE = os.path.join("jax", "_src", "shard_map.py")
+
+def _knows_contexts() -> bool:
+    """Whether JAX traces an inner `jax.jit` once for each number."""
+    found = []
+    inner = jax.jit(lambda x: (found.append(_number.value), 2 * x)[1])
+    for number in (1, 2, 1):
+        with _number(number):
+            jax.make_jaxpr(lambda x: inner(x))(jax.ShapeDtypeStruct((), jnp.float32))
+    return found == [1, 2]
+
+
+class _TracedFor:
+    """``with traced_for(number):`` traces anew what was traced for another number."""
+
+    @property
+    def value(self) -> int:
+        """The number of the trace around."""
+        return _number.value
+
+    __call__ = staticmethod(_tried("the contexts of its traces", _knows_contexts)(_number))
+
+
+traced_for = _TracedFor()
 
 
 def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
@@ -86,8 +244,9 @@ def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _less_varying(x, *, axes: frozenset[str]):
-    kind = x.manual_axis_type
-    return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
+    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+        kind = x.manual_axis_type
+        return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
 
 
 # JAX has no operation for this: what permutations have brought counts as varying for ever.
@@ -110,6 +269,22 @@ inlined = functools.partial(jax.jit, inline=_inline)
 """`jax.jit` of which nothing is left within another: one program for operations called eagerly."""
 
 
+def _knows_vmap() -> bool:
+    """Whether tracers of `jax.vmap` have the slot that `vmapped` looks for, and others have not."""
+    found = []
+
+    def note(x: Array) -> Array:
+        found.append(hasattr(lax.axis_index("worker"), "batch_dim"))
+        return x
+
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    jax.make_jaxpr(_one_worker(note))(number)
+    several = jax.ShapeDtypeStruct((1,), jnp.float32)
+    jax.make_jaxpr(jax.vmap(note, axis_name="worker"))(several)
+    return found == [False, True]
+
+
+@_tried("the tracers of jax.vmap", _knows_vmap)
 def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
     # A batch tracer's slot is private. No public way was found: an axis has a name and a size
@@ -119,7 +294,10 @@ def vmapped(name: str) -> bool:
 
 def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
-    return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+    own = getattr(jaxpr, "jaxpr", jaxpr)
+    if not isinstance(own, Jaxpr):
+        raise RuntimeError(_unknown(f"jaxprs, of which one is a {type(own).__name__}"))
+    return own, getattr(jaxpr, "consts", ())
 
 
 REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError, ShardingTypeError)
@@ -129,9 +307,25 @@ reshard_primitive = reshard_p
 """The primitive of `jax.reshard`, which has no public name."""
 
 
+def _knows_vjp() -> bool:
+    """Whether `linear_program` of a map is an equation whose name `name_of` knows."""
+    found = []
+
+    def run(x: Array) -> Array:
+        value, pullback = jax.vjp(_one_worker(lambda x: 2 * x), x)
+        back: Any = pullback  # its program is private
+        found.extend(map(name_of, with_constants(back.jaxpr)[0].eqns))
+        return value
+
+    jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), jnp.float32))
+    return found == ["shard_map"]
+
+
+@_tried("the linear program of jax.vjp", _knows_vjp)
 def linear_program(back: Any) -> Jaxpr:
     """The linear program that `jax.vjp` transposes; its last inputs are the primals' tangents."""
-    return with_constants(back.jaxpr)[0]
+    with _private("the linear program of jax.vjp"):
+        return with_constants(back.jaxpr)[0]
 
 
 def name_of(equation: JaxprEqn) -> str:

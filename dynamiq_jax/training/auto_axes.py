@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.buckets import share_of, weigh
@@ -25,21 +24,18 @@ from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_of,
     constrained,
     flat_specs,
     misfit_of,
-    n_parts,
     names_of,
     only,
     part,
     several,
 )
-
-ARRAYS = Array | np.ndarray | np.generic
-"""Arguments of the loss of other types are constants of its program."""
 
 
 class Told(NamedTuple):
@@ -78,9 +74,10 @@ class Told(NamedTuple):
 class Mapped:
     """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
 
-    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``. If it does
-    not reduce, workers' own gradients come back stacked, as `Terms`. A suspicious loss may close
-    over arrays of the traced program around it.
+    Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
+    ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
+    Without ``reduces`` the gradients of all workers come back stacked, as `Terms`. A loss that is
+    ``suspicious`` may close over arrays of the traced program around it.
     """
 
     loss: Callable[[Any, Any], Any]
@@ -90,7 +87,7 @@ class Mapped:
     metrics: bool
     reduces: bool
     specs: Any
-    batch_specs: Any
+    batch_specs: Callable[[Any], list[tuple[str, P | None]]]
     aux: Any
     weight: Callable[[Any, Any], Any] | None
     suspicious: bool
@@ -127,7 +124,7 @@ class Mapped:
         """Checks the arguments, and returns the function that runs."""
         axes, shape = self.axis.names, self.mesh.shape
         told, arrays = Told.of(data)
-        split, folded = _batch(data, self.batch_specs, self.mesh, self.axis)
+        split, folded = placed_batch(data, self.batch_specs(data), self.mesh, self.axis)
         sizes = tuple(shape[name] for name in axes)
         n_workers, shapes = math.prod(sizes), map(jnp.shape, jax.tree.leaves(state))
         if wrong := [own for own in shapes if own[:1] != (n_workers,)]:
@@ -217,6 +214,8 @@ class Mapped:
             value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
             share = None if self.weight is None else share_of(self.weight(params, data), axis)
         value, aux = value if self.has_aux else (value, None)
+        words = _words(aux, self.aux, op)
+        self._warn_of_types(told, params, arrays, (value, aux), words)
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
@@ -227,82 +226,70 @@ class Mapped:
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-        aux = _reduce_aux(aux, _words(aux, self.aux, op), share, axis)
+        aux = _reduce_aux(aux, words, share, axis)
         value = _reduce_value(value, op, share, axis)
         value = value / terms if op == "sum" else value  # it was all workers' on so many
         return value, aux, found._replace(state=after)
 
+    def _warn_of_types(
+        self, told: Told, params: Any, arrays: list, results: tuple[Any, Any], words: list[str]
+    ) -> None:
+        """Warns of a loss without examples, and of aux that is "same" and of each worker's own.
 
-def _batch(
-    data: Any, batch_specs: Any, mesh: Mesh | AbstractMesh, axis: Axis
-) -> tuple[tuple[P, ...], tuple[bool, ...]]:
-    """Each array's spec over the data axes, and whether it is a key that workers fold."""
-    positional, keywords = data
-    told, by_name = batch_specs, None
-    if isinstance(batch_specs, Mapping):
-        if unknown := batch_specs.keys() - keywords.keys():
-            raise ValueError(
-                f"batch_specs names {sorted(unknown)[0]!r}, and the loss got the keywords "
-                f"{sorted(keywords)}; pass that argument by keyword, or a tuple of specs of the "
-                "positional ones"
+        The loss is traced once more if its types leave room for either.
+        """
+        axis = Axis(self.counting)
+        if not self.counting:
+            return
+        value, aux = results[0], jax.tree_util.tree_leaves_with_path(results[1])
+        unsplit = all(map(axis.replicates, arrays)) and not axis.replicates(value)
+        pairs = zip(aux, words, strict=True)
+        doubtful = [word == "same" and not axis.replicates(x) for (_, x), word in pairs]
+        if not unsplit and not any(doubtful):
+            return
+        with constraints_without(self.manual):
+            known = same_everywhere(lambda p, x: self.loss(p, told.join(x)), params, arrays, axis)
+        if unsplit and known is not None and known[0]:
+            warnings.warn(
+                f"all workers on axis {axis.name!r} compute the same loss: no argument is split "
+                "over them. Arrays that the loss closes over are whole on every worker; pass the "
+                "batch as an argument",
+                stacklevel=2,
             )
-        told, by_name = None, {name: batch_specs.get(name) for name in keywords}
-    untold = P(axis.name, axis.name)  # an axis twice is a spec of nothing
-    given = flat_specs(told, positional, axis.names, untold=untold)
-    given += flat_specs(by_name, keywords, axis.names, untold=untold)
-    specs, folded, whole, lengths = [], [], [], {}
-    leaves = jax.tree_util.tree_leaves_with_path(data)
-    for (path, x), spec in zip(leaves, given, strict=True):
-        if not isinstance(x, ARRAYS):
-            continue
-        shape, is_key, is_told = jnp.shape(x), _is_key(x), spec != untold
-        if not is_told and shape:
-            lengths.setdefault(shape[0], shape)
-            if x.dtype == jnp.uint32 and shape == (2,):
-                raise ValueError(
-                    "an argument of the loss is uint32[2]: a PRNG key without its type, which "
-                    "would be split over workers. Pass jax.random.wrap_key_data(key), and the loss "
-                    "may unwrap it by jax.random.key_data; or say P() or a spec in batch_specs"
-                )
-            if is_key:
-                raise ValueError(
-                    f"an argument of the loss is an array of PRNG keys, {jax.typeof(x)}: pass "
-                    f"P({axis.name!r}) in batch_specs if these are one for each example, and P() "
-                    "if every worker takes all of them"
-                )
-        if not is_told:
-            spec = P(axis.name) if shape else P()
-        for dimension, entry in enumerate(spec):
-            count = n_parts(names_of(entry), mesh.shape)
-            if dimension >= len(shape) or shape[dimension] % count:
-                raise ValueError(
-                    f"batch argument {jax.tree_util.keystr(path[1:])} has shape {shape}; its "
-                    f"dimension {dimension} must be a multiple of the {count} workers on axis "
-                    f"{axis.name!r}, or its entry in batch_specs P(), to be whole on every worker"
-                )
-        if axes_of(_spec_of(x, mesh)) & {*several(axis.names, mesh.shape)}:
-            whole += [] if axes_of(spec) or is_key else [x]
-        specs.append(spec)
-        folded.append(is_key and not is_told)
-    if len(lengths) > 1:
-        warnings.warn(
-            f"arguments of the loss are split over workers along leading axes of {len(lengths)} "
-            f"lengths, as those of shapes {list(lengths.values())[:4]}: are all of them examples? "
-            "Say P() in batch_specs for what every worker needs whole, as a frozen model, and a "
-            "spec for the others",
-            stacklevel=3,
-        )
-    warn_of_gather(
-        describe_leaves(whole),
-        f"pass their specs over {axis.names} in batch_specs, and call jax.lax.all_gather in each "
-        "layer, or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
-        what="arguments of the loss",
-    )
-    return tuple(specs), tuple(folded)
+        is_same = known[1:] if known is not None else [False] * len(aux)
+        rows = zip(aux, doubtful, is_same, strict=True)
+        own = [jax.tree_util.keystr(path) for (path, _), doubt, ok in rows if doubt and not ok]
+        if own:
+            warnings.warn(
+                f"aux='same' of leaves {own[:4]}, which depend on each worker's own examples: the "
+                "copies on devices differ. Take them over all workers in the loss, by "
+                f"axis_name={axis.name!r} of a BatchNorm or by jax.lax.pmean, or pass another word",
+                stacklevel=2,
+            )
 
 
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+def same_everywhere(
+    function: Callable[..., Any], params: Any, arrays: Any, axis: Axis
+) -> list[bool] | None:
+    """Of which results of ``function(params, arrays)`` JAX knows that all workers have the same.
+
+    Here it knows that of the parameters, whose type is that they vary so that their gradients are
+    terms. A result that depends on a worker's own examples, number or keys is not the same, unless
+    a `psum` or the like has made it so. `None` if the function cannot be traced with parameters of
+    that type, such as a scan with a parameter as its first carry.
+    """
+    found: list[bool] = []
+
+    def run(params: Any, arrays: Any) -> None:
+        own = jax.tree.map(axis.assume_invarying, params)
+        results = jax.tree.leaves(function(own, arrays))
+        found.extend(axis.replicates(x) for x in results)
+
+    try:
+        jax.make_jaxpr(run)(params, arrays)
+    except (TypeError, ValueError):
+        return None
+    return found
 
 
 def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
@@ -330,7 +317,7 @@ def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
 def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
     """Refuses a loss that uses arrays of the program around it."""
     used = [x for x in jax.make_jaxpr(loss)(params, arrays).consts if isinstance(x, Tracer)]
-    found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or _is_key(x)]
+    found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or is_key(x)]
     if found:
         raise ValueError(
             f"the loss closes over {len(found)} arrays of the traced program around it "
@@ -427,7 +414,7 @@ def _placed(
             "jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), "
             "or specs=P() if they are replicated"
         )
-    found = map(functools.partial(_spec_of, mesh=mesh), leaves)
+    found = (placement_of(x, mesh) or P() for x in leaves)
     placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
     for leaf, spec in zip(describe_leaves(params), placed, strict=True):
         part(leaf, spec, mesh.shape)  # refuses what does not fit
@@ -443,12 +430,3 @@ def _apart(spec: P, axes: tuple[str, ...]) -> P:
     shared = ({*names_of(entry)} - {*axes} for entry in spec)
     entries = zip(spec, shared, strict=True)
     return P(*(tuple(n for n in names_of(e) if n in own or not own) for e, own in entries))
-
-
-def _spec_of(x: Any, mesh: Mesh | AbstractMesh) -> P:
-    """How an array is sharded over the mesh, as far as it can be seen; P() if over another one."""
-    traced = isinstance(x, Tracer)
-    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return P()
-    return sharding.spec

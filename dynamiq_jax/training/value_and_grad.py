@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.collectives.sum import Sum
@@ -18,6 +19,7 @@ from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
+from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import Deferred
 
 
@@ -38,7 +40,12 @@ def value_and_grad(
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad` for data-parallel steps; compresses the sum of the gradient's terms.
+    """`jax.value_and_grad`, compressed; on Auto axes of a mean over this worker's examples.
+
+    On Auto axes arrays among the loss's arguments are split over workers along their leading axis,
+    if ``batch_specs`` does not say otherwise. Inside of `jax.jit` their shardings cannot be seen:
+    name there what every worker needs whole, such as a table, by P(). Outside of it an array that
+    is whole on every device stays whole, if other arguments are sharded over the data axes.
 
     **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
     of global arrays, as it is for `jax.jit`. Large parameters are typed as reduced over the data
@@ -48,10 +55,14 @@ def value_and_grad(
     and ``Compression(exclude=...)`` is the remedy.
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
-    worker's examples and whole parameters, and returns a mean over these examples, or with
-    ``op="sum"`` a sum. A loss that `jax.lax.psum` or `pmean` has made the same on all workers is
-    that of all examples. Its sharding constraints forget the data axes. Every worker folds its
-    number into the PRNG keys among the arguments.
+    worker's examples and whole parameters, and returns a mean over these examples. A loss that is a
+    sum over them needs ``op="sum"``: without it value and gradients are those of the sum divided by
+    the number of workers, and nothing can tell. A loss that `jax.lax.psum` or `pmean` has made the
+    same on all workers is that of all examples. Statistics of a batch, as in a BatchNorm, are those
+    of the worker's examples, unless the layer averages them over the axis. Sharding constraints of
+    the loss forget the data axes. Every worker folds its number into the PRNG keys among the
+    arguments. Arrays that the loss closes over are whole on every worker; if no argument is split
+    a warning says so.
 
     Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
@@ -93,20 +104,22 @@ def value_and_grad(
         is being traced does not see it: there ``specs`` is needed if the mesh has Auto axes besides
         ``axis_name``, and for parameters that are sharded over ``axis_name`` (FSDP). Without it
         every device gathers these and returns whole gradients.
-      batch_specs: how the other arguments are split over Auto data axes: a tuple of PartitionSpecs,
-        or of trees of them, one for each positional argument; or a dict of them, for keywords. P()
-        leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or with
-        `None` in its place, arrays are split along their leading axis; scalars and keys are whole.
-        Numbers, strings and `None` among the arguments are constants of the program. Frozen weights
-        that are sharded over the data axes are gathered before the loss if their spec is P(). With
-        their own spec every worker holds its shards. `jax.lax.all_gather` in the layers gathers
-        these exactly, and `all_gather` at 8 bits if the mesh has no other axes.
+      batch_specs: how the other arguments are split over Auto data axes: a dict of PartitionSpecs,
+        or of trees of them, by the names of the loss's arguments, positional or keywords (``*args``
+        take a tuple); or a tuple with an entry for each positional argument that is no parameter.
+        P() leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or
+        with `None` in its place, arrays are split along their leading axis; scalars and keys are
+        whole. Numbers, strings and `None` among the arguments are constants of the program. Frozen
+        weights that are sharded over the data axes are gathered before the loss if their spec is
+        P(). With their own spec every worker holds its shards. `jax.lax.all_gather` in the layers
+        gathers these exactly, and `all_gather` at 8 bits if the mesh has no other axes.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
         worker's examples count, such as the number of their tokens. Loss, gradients and means of
         aux are then weighted, see `reduce`.
       aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
         "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
-        workers; nobody checks that). A dict may leave out keys. Without a word floating-point
+        workers). A leaf that is "same" and depends on a worker's own examples is warned of, as far
+        as JAX's types tell. A dict may leave out keys. Without a word floating-point
         scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
         "sum"). All other leaves need a word.
 
@@ -149,7 +162,11 @@ def gradients(
     gathers: bool,
     for_auto: dict[str, Any],
 ) -> Callable[..., Any]:
-    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take."""
+    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take.
+
+    Of the latter, ``batch_specs`` may be a function: of ``(other positional arguments, keywords)``,
+    to what `leaf_specs` returns.
+    """
     weight = for_auto["weight"]
     if total.op == "sum" and weight is not None:
         raise ValueError(
@@ -168,9 +185,18 @@ def gradients(
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": None if weight is None else positions.joined(weight)}
+        if not callable(own["batch_specs"]):
+            own["batch_specs"] = functools.partial(specs_of, own["batch_specs"])
         suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
         bound = Mapped(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
         return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
+
+    def specs_of(batch_specs: Any, data: Any) -> list[tuple[str, P | None]]:
+        """The name and the spec of every leaf of ``(other positional arguments, keywords)``."""
+        places = None if isinstance(argnums, int) else (None,) * len(argnums)
+        args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
+        numbers = positions.among(len(args))
+        return leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, total.axis)
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)

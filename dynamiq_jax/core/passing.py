@@ -1,0 +1,75 @@
+"""Which results of a traced program are its arguments, unchanged."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
+
+_SAME_VALUE = {"pcast", "pvary", "copy", "copy_p", "optimization_barrier", "assume_invarying"}
+"""Primitives whose result number i has the value of operand number i."""
+
+
+def passed_arguments(program: Any) -> list[int | None]:
+    """For every result of a jaxpr the number of the argument that it is; `None`: of none.
+
+    Calls, such as `jax.checkpoint` and `jax.jit`, loops and branches are looked through.
+    """
+    jaxpr, _ = with_constants(program)
+    known: dict[Any, int] = {x: number for number, x in enumerate(jaxpr.invars)}
+
+    def number_of(x: Any) -> int | None:
+        return known.get(x) if isinstance(x, Var) else None
+
+    for equation in jaxpr.eqns:
+        for result, operand in zip(equation.outvars, _operands(equation), strict=True):
+            number = None if operand is None else number_of(equation.invars[operand])
+            if number is not None:
+                known[result] = number
+    return [number_of(x) for x in jaxpr.outvars]
+
+
+def _operands(equation: JaxprEqn) -> list[int | None]:
+    """For every result of an equation the number of the operand that it is; `None`: of none."""
+    name, options, inner = name_of(equation), equation.params, inner_jaxprs(equation)
+    unknown: list[int | None] = [None] * len(equation.outvars)
+    if name in _SAME_VALUE:
+        return [*range(len(equation.outvars))]
+    if not inner:
+        return unknown
+    if name == "while":
+        # Operands: constants of the condition, those of the body, the carry. The body has not the
+        # first of these, and its results are the carry.
+        own = passed_arguments(options["body_jaxpr"])
+        body, _ = with_constants(options["body_jaxpr"])
+        first, before = len(body.invars) - len(own), len(equation.invars) - len(body.invars)
+        return [before + first + i if x == first + i else None for i, x in enumerate(own)]
+    if name == "cond":
+        branches = zip(*map(passed_arguments, inner), strict=True)
+        # Operand 0 is the number of the branch.
+        return [1 + x[0] if x[0] is not None and {*x} == {x[0]} else None for x in branches]
+    if len(inner) > 1:
+        return unknown
+    own, (jaxpr, _) = passed_arguments(inner[0]), with_constants(inner[0])
+    if (len(jaxpr.invars), len(own)) != (len(equation.invars), len(unknown)):
+        return unknown
+    if name == "scan":
+        # Operands: constants, the carry, then arrays of which every iteration takes one row. The
+        # results are the carry, then arrays of rows. Rows have one dimension less in the loop.
+        rows = len(jaxpr.invars) - _n_rows(equation.invars, jaxpr.invars)
+        carry = len(own) - _n_rows(equation.outvars, jaxpr.outvars)
+        first = rows - carry
+        return [
+            x if x is not None and (x == first + i if i < carry else x >= rows) else None
+            for i, x in enumerate(own)
+        ]
+    if name == "shard_map":
+        before, after = options["in_specs"], options["out_specs"]
+        return [x if x is not None and before[x] == after[i] else None for i, x in enumerate(own)]
+    return own
+
+
+def _n_rows(whole: Sequence[Any], rows: Sequence[Any]) -> int:
+    """Of how many arrays a scan's body has one row."""
+    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(whole, rows, strict=True))
