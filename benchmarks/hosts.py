@@ -85,7 +85,7 @@ class Hosts:
 
     Args:
       n: the number of hosts, from 2 to 250.
-      rate: of every host's NIC in each direction, in bit, kbit, mbit or gbit; `None`: TCP's own.
+      rate: of every host's NIC in each direction, as 25gbit or 25Gb/s; `None`: TCP's own.
       devices: virtual CPU devices of each host.
       gpus: GPUs of each host.
 
@@ -177,7 +177,8 @@ class Hosts:
             queue = max(2**18, int(0.05 * per_second))  # a shorter one loses packets
             # Hosts send at the rate. What several send to one at a time may come in bursts.
             burst = max(2**14, int(0.001 * per_second)) if device == NIC else queue
-            bucket = ("rate", self.rate, "burst", f"{burst}b", "limit", f"{queue + burst}b")
+            bits = f"{round(8 * per_second)}bit"  # as `tc` has it
+            bucket = ("rate", bits, "burst", f"{burst}b", "limit", f"{queue + burst}b")
             sh("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
     def environment(self, i: int) -> dict[str, str]:

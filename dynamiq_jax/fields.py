@@ -9,8 +9,15 @@ import numpy as np
 _PLAIN = (bool, int, float, str, NoneType)
 
 
+ALWAYS = frozenset(("bits", "density", "rank"))
+"""Fields that say how much travels: they are printed at their defaults, too."""
+
+
 class Options:
-    """The base of dataclasses of options; prints the fields that are not at their defaults."""
+    """The base of dataclasses of options.
+
+    It prints the fields that are not at their defaults, and those of `ALWAYS`.
+    """
 
     __slots__ = ()
 
@@ -22,8 +29,12 @@ class Options:
     def __repr__(self) -> str:
         fields = dataclasses.fields(self) if dataclasses.is_dataclass(self) else ()
         values = ((field, getattr(self, field.name)) for field in fields)
-        changed = (f"{field.name}={value!r}" for field, value in values if value != field.default)
-        return f"{type(self).__name__}({', '.join(changed)})"
+        told = (
+            f"{field.name}={value!r}"
+            for field, value in values
+            if field.name in ALWAYS or value != field.default
+        )
+        return f"{type(self).__name__}({', '.join(told)})"
 
 
 def check_fields(options: Any) -> None:

@@ -128,7 +128,7 @@ DIFFERENT = {
 }  # fmt: skip
 """The check of process 2, and that of the others."""
 FIRST = {
-    "method": ({"method": dq.DynamiQ(bits=4.5)}, "DynamiQ()", "DynamiQ(bits=4.5)"),
+    "method": ({"method": dq.DynamiQ(bits=4.5)}, "DynamiQ(bits=5.0)", "DynamiQ(bits=4.5)"),
     "op": ({"op": "sum"}, "'mean'", "'sum'"),
     "weight": ({"weight": 2.0}, "none", "given"),
     "metrics": ({"metrics": True}, "False", "True"),

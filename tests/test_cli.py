@@ -179,6 +179,7 @@ def files(tmp_path_factory):
     (folder / "damaged.npz").write_bytes(bytes(damaged))
     save_model_tree(folder / "large.json", jax.ShapeDtypeStruct((4 * 10**12,), jnp.float32))
     (folder / "true.json").write_text('{"w": [[true], "float32"]}')
+    (folder / "list.json").write_text('[[[4, 4], "float32"]]')
     (folder / "rows.json").write_text("kept")
     (folder / "linked.npz").hardlink_to(folder / "g.npz")
     (folder / "folder").mkdir()
@@ -208,6 +209,7 @@ REFUSED = [
     (["advise", "7B"], "MODEL", "pass the leaves of a larger model in a file of save_model_tree"),
     (["advise", "1.5"], "MODEL", "'1.5' is neither a file nor a whole number of parameters"),
     (["explain", "g.npz"], "MODEL", "g.npz is not JSON"),
+    (["explain", "list.json"], "MODEL", "list.json holds a JSON list, not an object"),
     # Files that cannot be written.
     ([*GIVEN, "g.npz", "--json", "g.npz"], "--json", "g.npz cannot be written (read by this"),
     ([*GIVEN, "g.npz", "--json", "linked.npz"], "--json", "(read by this command)"),
@@ -247,6 +249,23 @@ REFUSED = [
     ([*TWO, "--process-id", "2"], "--process-id", "2 is not below --processes 2"),
     ([*TWO, "--coordinator", "host"], "--coordinator", "'host' has no port"),
     (["explain", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
+    (["explain", "1M", "--bits", "0"], "--bits", "metadata at group_size=32; pass more --bits"),
+    (
+        [
+            "explain",
+            "1M",
+            "--workers",
+            "16",
+            "--nodes",
+            "4",
+            "--topology",
+            "ring",
+            "--rate",
+            "1gbit",
+        ],
+        "--rate",
+        "how many of its bytes cross hosts is not known",
+    ),
     (["explain", "1M", "--rate", "fast"], "--rate", "rate='fast'"),
     (["explain", "1M", "--workers", "8", "--nodes", "3"], "--nodes", "8 workers are not 3 equal"),
 ]

@@ -19,6 +19,7 @@ from workers import auto_mesh
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 import pallas_kernels.backend
+from dynamiq_jax import fields
 from dynamiq_jax.request.compression import as_compression
 from pallas_kernels import resolve_backend
 
@@ -133,7 +134,11 @@ def test_options_print_what_is_not_at_its_default():
     assert repr(dq.Compression(exclude="norm")) == "Compression(exclude='norm')"
     for name, kind in OPTIONS.items():
         if name != "ErrorFeedback":
-            assert repr(kind()) == f"{name}()"
+            told = [x.name for x in dataclasses.fields(kind) if x.name in fields.ALWAYS]
+            told = [f"{field}={getattr(kind(), field)!r}" for field in told]
+            assert repr(kind()) == f"{name}({', '.join(told)})"
+    assert repr(dq.DynamiQ()) == "DynamiQ(bits=5.0)"
+    assert repr(dq.comparators.PowerSGD()).startswith("PowerSGD(rank=")
 
 
 def test_numbers_of_numpy_become_those_of_python():

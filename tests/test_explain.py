@@ -1,6 +1,7 @@
 """`explain` and `wire_bits` of a tree: routes, buckets, totals, and the printed table."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
+from dynamiq_jax.request.ways import bytes_per_second
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -231,21 +233,63 @@ def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     assert f"At 25gbit the wire takes {alone.wire_bytes / 1e6 * 0.32:,.1f} ms" in alone.fastest
 
 
-@pytest.mark.parametrize("rate", ["25", "0mbit", "3 gbit", 25, "25GB"])
-def test_a_rate_has_one_spelling(rate):
+@pytest.mark.parametrize("rate", ["25", "0mbit", 25, "25GB", "25 G", "b/s", "1e3bit"])
+def test_a_rate_has_a_number_and_a_unit(rate):
     with pytest.raises(ValueError, match="give a text of a number and a unit, as in 20mbit"):
         dq.explain(LARGE, 8, rate=rate)
 
 
-def test_workers_that_share_a_link_are_refused_with_a_rate():
-    """The remedy holds: a host of eight sends between four hosts what one of four workers does."""
-    with pytest.raises(ValueError, match=r"n_workers=\(4, 8\): .* pass n_workers=4, the hosts"):
-        dq.explain(LARGE, (4, 8), rate="25gbit")
+@pytest.mark.parametrize(
+    ("rate", "expected"),
+    [
+        ("25gbit", 3.125e9), ("25Gb/s", 3.125e9), ("25 Gbit/s", 3.125e9), ("25Gbps", 3.125e9),
+        ("3.1GB/s", 3.1e9), ("20mbit", 2.5e6), ("8kbit", 1e3), ("8bit", 1.0), ("0.4Tb/s", 5e10),
+    ],
+)  # fmt: skip
+def test_spellings_of_a_rate(rate, expected):
+    assert bytes_per_second(rate) == pytest.approx(expected)
+
+
+def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts():
+    """A host of eight sends between four hosts what one of four workers does."""
     method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
-    told = {"method": method, "verbose": False}
-    whole = dq.explain(LARGE, 4, topology=dq.Butterfly(), rate="25gbit", **told)
+    told = {"method": method, "verbose": False, "rate": "25gbit"}
+    whole = dq.explain(LARGE, 4, topology=dq.Butterfly(), **told)
     hosts = dq.explain(LARGE, (4, 8), **told)
-    assert 8 * hosts.outer_wire_bytes == pytest.approx(whole.wire_bytes, rel=0.01)
+    pairs = zip(hosts.ways, whole.ways, strict=True)
+    for ours, alone in pairs:
+        assert ours.wire_ms == pytest.approx(alone.wire_ms, rel=0.02)
+    ms = lambda found: float(re.search(r"bf16 psum takes (\d+\.\d)", found.fastest)[1])
+    assert ms(hosts) == pytest.approx(ms(whole), rel=0.01)
+    assert "which 8 workers share" in hosts.fastest
+    with pytest.raises(ValueError, match=r"n_workers=\(4, 8\) .*cross hosts is not known"):
+        dq.explain(LARGE, (4, 8), topology=dq.Ring(), **told)
+
+
+def test_a_rate_means_slow_links_and_one_axis_has_no_outer_bytes():
+    assert "links carry 25gbit" in dq.explain(LARGE, 4, verbose=False, rate="25gbit").reason
+    method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        sizes = rng.integers(64, 1024, (rng.integers(3, 20), 2))
+        tree = [jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.float32) for shape in sizes]
+        assert "outer axes" not in str(dq.explain(tree, 8, method=method, verbose=False))
+
+
+def test_columns_are_as_wide_as_their_numbers():
+    tree = {"a": jax.ShapeDtypeStruct((10**12,), jnp.bfloat16)}
+    found = str(dq.explain(tree, 8, topology=dq.Direct(), verbose=False)).splitlines()
+    row = next(line for line in found if line.startswith("data parallel"))
+    assert row.split() == [
+        "data",
+        "parallel",
+        "1,093,750.0",
+        "10,000,000.0",
+        "2,000,000.0",
+        "dq.psum",
+    ]
+    one = str(dq.explain(LARGE, 1, verbose=False))
+    assert one.startswith("1 worker, ")
 
 
 def test_halves_over_two_axes_take_two_levels():

@@ -5,6 +5,7 @@ are. The gradient is reduced as one flat array. If a file says which leaves it c
 worst is named, too; `methods.metrics.worst_leaf_error` says why that matters.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,11 +98,21 @@ def command(
         found, shape, what = [own], own.shape, str(gradients)
     for contender, _ in chosen:
         checked("--methods --topology", contender.wire_bytes, shape[1], shape[:1])
-    found = found or synthetic_gradients(shape[0], rows_of, seeds)
     rows = []
-    for done, (contender, name) in enumerate(chosen):
-        announce(f"{done + 1} of {len(chosen)}: {contender.label}")
-        rows.append(bench_error(contender, name, found, seeds, leaves))
+    try:
+        found = found or jax.block_until_ready(synthetic_gradients(shape[0], rows_of, seeds))
+        for done, (contender, name) in enumerate(chosen):
+            announce(f"{done + 1} of {len(chosen)}: {contender.label}")
+            rows.append(bench_error(contender, name, found, seeds, leaves))
+    except jax.errors.JaxRuntimeError as error:
+        if "memory" not in str(error).lower():
+            raise
+        raise typer.BadParameter(
+            f"{shape[0]} workers of {shape[1]:,} coordinates take {4 * math.prod(shape):,} bytes, "
+            "and several times as much while they are reduced, which this device does not have: "
+            "pass fewer, or fewer --super-groups",
+            param_hint="--workers",
+        ) from error
     title = f"vNMSE on {what}, {shape[0]} workers, {seeds} seed(s)"
     columns = tables.ERROR_COLUMNS + (tables.LEAF_COLUMNS if leaves.names else ())
     tables.report(rows, columns, title, jax.devices()[:1], json_file)

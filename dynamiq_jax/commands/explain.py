@@ -24,7 +24,7 @@ def command(
         typer.Option(help="direct, ring, butterfly, hierarchical (default: as psum takes it)."),
     ] = None,
     rate: Annotated[
-        str | None, typer.Option(help="Rate of a worker's link, as 25gbit, for wire times.")
+        str | None, typer.Option(help="Rate of a host's link, as 25gbit or 25Gb/s, for wire times.")
     ] = None,
 ) -> None:
     """Print which leaf is compressed, and what a worker sends and keeps by way to train.
@@ -33,7 +33,7 @@ def command(
     """
     name, tree = checked("MODEL", read_model, model)
     route = topology and checked("--topology", contenders.parse_topology, topology, nodes)
-    method = checked("--bits", dq.DynamiQ, bits=bits)
+    method = checked("--bits", dq.DynamiQ, bits=bits, remedy="pass more --bits, 5 by default")
     n = workers or jax.device_count()
     if n % nodes:
         raise typer.BadParameter(

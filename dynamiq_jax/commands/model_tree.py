@@ -46,7 +46,9 @@ def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]
         held = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}; {wanted}") from error
-    if not isinstance(held, dict) or not held:
+    if not isinstance(held, dict):
+        raise ValueError(f"{file} holds a JSON {type(held).__name__}, not an object; {wanted}")
+    if not held:
         raise ValueError(f"{file} holds no leaves; {wanted}")
     tree = OrderedDict()
     for name, entry in held.items():

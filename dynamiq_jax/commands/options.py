@@ -39,8 +39,16 @@ Model = Annotated[
 ]
 
 
-def checked(options: str | None, parse: Callable[..., T], *args: object, **kwargs: object) -> T:
+def checked(
+    options: str | None,
+    parse: Callable[..., T],
+    *args: object,
+    remedy: str | None = None,
+    **kwargs: object,
+) -> T:
     """``parse(...)``, with what it refuses reported as a wrong use of an option.
+
+    ``remedy`` stands in the place of the error's own, where that names what the command lacks.
 
     An error that begins with a field, as "floor=99 is ..." or "n_workers=5: ...", names the option
     of ``options`` that is called so; any other error is one of the first.
@@ -51,7 +59,8 @@ def checked(options: str | None, parse: Callable[..., T], *args: object, **kwarg
         names = (options or "").split()
         field = str(error).partition("=")[0].removeprefix("n_").replace("_", "-")
         named = f"--{field}" if f"--{field}" in names else None
-        raise typer.BadParameter(str(error), param_hint=named or next(iter(names), None)) from error
+        said = f"{str(error).partition('; ')[0]}; {remedy}" if remedy else str(error)
+        raise typer.BadParameter(said, param_hint=named or next(iter(names), None)) from error
 
 
 def writable(path: Path | None, source: Path | None = None, *, first: bool = True) -> None:

@@ -24,7 +24,7 @@ from dynamiq_jax.request import agreement
 from dynamiq_jax.request.explanation import Explanation, explain_grouping
 from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import bytes_per_second
-from dynamiq_jax.topologies import AnyTopology
+from dynamiq_jax.topologies import AnyTopology, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
 from dynamiq_jax.tree.leaves import (
@@ -274,29 +274,33 @@ class Compression(Options):
           verbose: whether to print.
           mesh: as for `init_state`.
           specs: as for `init_state`; shapes and bytes are then those of one device's parts.
-          rate: of a worker's link in each direction, such as "25gbit". The explanation then has the
-            wire's times, and names the fastest way to train. Of hosts with several devices pass the
-            number of hosts: with `Hierarchical` a host's link carries as much.
+          rate: of a host's link in each direction, such as "25gbit", "25Gb/s" or "3.1GB/s". The
+            explanation then has the wire's times, and names the fastest way to train. A worker has
+            a host of its own, unless there are several axes: then the last one counts the workers
+            that share a host's link.
 
         Raises:
           ValueError: an argument is not understood.
         """
         per_second = None if rate is None else bytes_per_second(rate)
         sizes = axis_counts(n_workers)
-        if rate is not None and sum(size > 1 for size in sizes) > 1:
-            raise ValueError(
-                f"rate={rate!r} with n_workers={sizes}: workers of a host share its link; pass "
-                f"n_workers={math.prod(sizes[:-1])}, the hosts, as Hierarchical sends between them "
-                "what as many workers would"
-            )
         elsewhere = assumed(sizes)
+        if rate is not None and elsewhere is None:
+            elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
         leaves, _ = placed_leaves(tree, mesh, specs)
         grouping = self.group(leaves, sizes, here=elsewhere is None)
         routes = dict.fromkeys(bucket.route for bucket in grouping.buckets)
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
         explanation = explain_grouping(grouping, routes, elsewhere)
         if per_second:
-            explanation = explanation.at_rate(str(rate), per_second)
+            per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
+            if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
+                raise ValueError(
+                    f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
+                    "many of its bytes cross hosts is not known; leave the topology out, or pass "
+                    "dq.Hierarchical()"
+                )
+            explanation = explanation.at_rate(str(rate), per_second, per_host)
         if verbose:
             print(explanation)
         return explanation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dynamiq_jax.methods.base import Method
-from dynamiq_jax.request.routes import Route
+from dynamiq_jax.request.routes import Route, TwoLevels
 from dynamiq_jax.request.ways import Way, lines, ways
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
 
@@ -70,7 +70,8 @@ class Explanation:
     fastest: str | None = None
 
     def __str__(self) -> str:
-        title = f"{self.n_workers} workers, {self.topology}: {self.reason}"
+        count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
+        title = f"{count}, {self.topology}: {self.reason}"
         caption = [self.method]
         if self.relative_error is not None:
             error = f"about {self.relative_error:.2g}, of the worst up to three times that"
@@ -94,19 +95,36 @@ class Explanation:
             caption += ["", self.fastest]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
 
-    def at_rate(self, rate: str, per_second: float) -> Self:
-        """The explanation with the wire's times at a rate, ``per_second`` in bytes."""
+    def at_rate(self, rate: str, per_second: float, per_host: int = 1) -> Self:
+        """The explanation with the wire's times at a rate.
+
+        Args:
+          rate: as it was given.
+          per_second: bytes that a link carries in each direction.
+          per_host: the workers that share a host's link. With several the link carries what all of
+            them send over the outer axes of `Hierarchical`.
+        """
 
         def ms(sent: float) -> float:
             return 1e3 * sent / per_second
 
-        ways = tuple(dataclasses.replace(way, wire_ms=ms(way.sent_bytes)) for way in self.ways)
-        least, by = self.wire_bytes, ""
+        def crossing(way: Way) -> float:
+            return way.sent_bytes if per_host == 1 else per_host * way.outer_bytes
+
+        ways = tuple(dataclasses.replace(way, wire_ms=ms(crossing(way))) for way in self.ways)
+        least = self.wire_bytes if per_host == 1 else per_host * self.outer_wire_bytes
+        native, by, link = self.bf16_wire_bytes, "", "the wire"
+        if per_host > 1:
+            # On two levels a host sends as one worker among the hosts would; the bytes of all
+            # workers hold 2 (n - 1) / n of an array, those of h hosts 2 (h - 1) / h.
+            n, hosts = self.n_workers, self.n_workers // per_host
+            native *= (1 - 1 / hosts) / (1 - 1 / n) if n > 1 else 0.0
+            link = f"the link of a host, which {per_host} workers share,"
         if ways:
-            best = min(ways, key=lambda way: way.sent_bytes)
-            least, by = best.sent_bytes, f" least, by {best.name} ({best.call})"
-        native = f"bf16 psum takes {ms(self.bf16_wire_bytes):,.1f}"
-        said = f"At {rate} the wire takes {ms(least):,.1f} ms a step{by}; {native}."
+            best = min(ways, key=crossing)
+            least, by = crossing(best), f" least, by {best.name} ({best.call})"
+        psum = f"bf16 psum takes {ms(native):,.1f}" + (" on two levels" if per_host > 1 else "")
+        said = f"At {rate} {link} takes {ms(least):,.1f} ms a step{by}; {psum}."
         return dataclasses.replace(self, ways=ways, fastest=said)
 
 
@@ -140,6 +158,8 @@ def explain_grouping(
     pays = bool(grouping.buckets) and n > 1
     errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
+    if not any(isinstance(route.runner, TwoLevels) for route in routes):
+        outer = total  # one level: all bytes are those of its axes
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(

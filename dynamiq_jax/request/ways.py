@@ -43,14 +43,20 @@ class Way:
 
 
 def bytes_per_second(rate: str) -> float:
-    """The bytes per second of a link's rate: a number and a unit of `tc`, as in "25gbit"."""
-    units = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?bit)", rate) if isinstance(rate, str) else None
+    """The bytes per second of a link's rate, from a text such as "25gbit", "25Gb/s" or "3.1GB/s".
+
+    A number, a prefix (k, M, G, T, of thousands), and bits ("bit", "b/s", "bps") or bytes ("B/s").
+    """
+    prefixes = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+    pattern = r"\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)((?i:bit)(?:/s|ps)?|b(?:/s|ps)|B/s)\s*"
+    found = re.fullmatch(pattern, rate) if isinstance(rate, str) else None
     if not found or not float(found[1]):
         raise ValueError(
-            f"rate={rate!r}: give a text of a number and a unit, as in 20mbit, 2.5gbit, 25gbit"
+            f"rate={rate!r}: give a text of a number and a unit, as in 20mbit, 25gbit, 25Gb/s "
+            "(bits) or 3.1GB/s (bytes)"
         )
-    return float(found[1]) * units[found[2]] / 8
+    unit = 1 if found[3].startswith("B/") else 8
+    return float(found[1]) * prefixes[found[2].lower()] / unit
 
 
 def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
@@ -104,18 +110,19 @@ def _half_bytes(bucket: Bucket, gathers: ShardedMethod | None) -> np.ndarray:
 
 
 def lines(found: Sequence[Way]) -> list[str]:
-    """A plain text table, in MB of a million bytes."""
-    timed = found[0].wire_ms is not None
-    head = f"{'way to train':16}{'sends MB/step':>14}{'keeps MB':>12}{'gradients MB':>14}"
-    body = [
-        f"{way.name:16}{way.sent_bytes / 1e6:14,.1f}{way.kept_bytes / 1e6:12,.1f}"
-        f"{way.gradient_bytes / 1e6:14,.1f}"
-        for way in found
+    """A plain text table, in MB of a million bytes; columns are as wide as their numbers."""
+    columns: list[tuple[str, list[float]]] = [
+        ("sends MB/step", [way.sent_bytes / 1e6 for way in found]),
+        ("keeps MB", [way.kept_bytes / 1e6 for way in found]),
+        ("gradients MB", [way.gradient_bytes / 1e6 for way in found]),
     ]
     if any(way.outer_bytes < way.sent_bytes for way in found):
-        head += f"{'outer axes MB':>15}"
-        body = [f"{text}{w.outer_bytes / 1e6:15,.1f}" for text, w in zip(body, found, strict=True)]
-    if timed:
-        head += f"{'wire ms':>10}"
-        body = [f"{text}{way.wire_ms:10,.1f}" for text, way in zip(body, found, strict=True)]
-    return [f"{head}  by", *(f"{text}  {w.call}" for text, w in zip(body, found, strict=True))]
+        columns.append(("outer axes MB", [way.outer_bytes / 1e6 for way in found]))
+    if found[0].wire_ms is not None:
+        columns.append(("wire ms", [way.wire_ms or 0.0 for way in found]))
+    rows = [f"{text:16}" for text in ("way to train", *(way.name for way in found))]
+    for title, numbers in columns:
+        cells = [title, *(f"{number:,.1f}" for number in numbers)]
+        width = max(map(len, cells)) + 2
+        rows = [f"{row}{cell:>{width}}" for row, cell in zip(rows, cells, strict=True)]
+    return [f"{row}  {by}" for row, by in zip(rows, ["by", *(w.call for w in found)], strict=True)]

@@ -228,14 +228,17 @@ def command(
         checked("--topology", contenders.parse_topology, name, nodes)
         for name in contenders.parts(topology)
     ]
+    for text in contenders.parts(methods):
+        checked("--methods", contenders.make_method, text)
+    if sizes is not None:
+        checked("--sizes", contenders.parse_sizes, sizes)
+    options.join(processes, process_id, coordinator)
+    # What asks for devices starts JAX's backend, which has to come after the processes have joined.
     chosen = [
         checked("--methods", contenders.parse_timed, text, route)
         for text in contenders.parts(methods)
         for route in routes
     ]
-    if sizes is not None:
-        checked("--sizes", contenders.parse_sizes, sizes)
-    options.join(processes, process_id, coordinator)
     workers = jax.devices()
     on_cpu = options.on_cpu(workers)
     repeats = repeats or (5 if on_cpu else 20)
