@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
@@ -23,7 +22,6 @@ from dynamiq_jax.collectives.explicit_sums import is_explicit
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.passing import passed_arguments
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
@@ -59,7 +57,8 @@ def value_and_grad(
     back.
 
     On Auto axes every worker runs the loss on its own examples, and the loss is a mean over these.
-    A changed state has to be the same on all workers there: pass `nnx.BatchNorm` its ``axis_name``.
+    A changed state has to be the same on all workers there: what parameters alone say is, as in an
+    `nnx.WeightNorm`, and `nnx.BatchNorm` needs its ``axis_name``.
     Every worker folds its number into the keys of random streams.
 
     All arguments are those of `dynamiq_jax.value_and_grad`, but for ``argnums``: numbers stand for
@@ -75,9 +74,9 @@ def value_and_grad(
       differentiated, or a tuple of them if ``argnums`` is a sequence.
 
     Raises:
-      ValueError: ``argnums`` selects nothing; the loss adds or removes variables, or changes those
-        that are differentiated, or an array in a tuple or dict of a module; a changed state differs
-        between workers; or for the reasons of `dynamiq_jax.value_and_grad`.
+      ValueError: ``argnums`` selects nothing; the loss adds or removes variables, or changes an
+        array in a tuple of a module; a changed state differs between workers; or for the reasons of
+        `dynamiq_jax.value_and_grad`.
     """
     axis = check_axis(axis_name)
     total = Sum(axis, as_compression(method), op)
@@ -121,22 +120,19 @@ def value_and_grad(
         value, after, states = run(*given)
         states_of = lambda *args: run(*args)[2]
         try:
-            alike, changes = after == graph, {}
+            alike = after == graph
         except jax.errors.TracerBoolConversionError:  # an array became a static attribute
-            alike, changes = False, {}
-        if alike:
-            changes = _changes((joined(params), variables), states, states_of, given)
-        if not alike or any(number == 0 for number, _ in changes):
+            alike = False
+        if not alike:
             raise ValueError(
-                "the loss adds or removes variables or attributes of its modules, or changes "
-                "variables that it is differentiated by; do this outside of the loss, and "
-                "return captured values as aux"
+                "the loss adds or removes variables or attributes of its modules; do this outside "
+                "of the loss, and return captured values as aux"
             )
         value, more = value if has_aux else (value, None)
-        changed = {number: x for (_, number), x in changes.items()}
-        if axis.mapped:
-            _check_changes(call, changed, variables, states_of, given, axis)
-        return value, (more, changed)
+        before = _flat((joined(params), variables))
+        changes = _changes(before, _flat(states), states_of, given)
+        _check_changes(call, changes, before, states_of, given, axis)
+        return value, (more, changes)
 
     def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
         check_names(loss_fn, args, key=key, state=state)
@@ -164,7 +160,7 @@ def value_and_grad(
         of_graph = functools.partial(pure, call, graph)
         grad_fn = gradients(of_graph, total, argnums=0, has_aux=True, mesh=mesh, **options)
         (value, (more, changes)), grads = grad_fn(params, variables, *batch, key=key, state=state)
-        _write(call, modules, variables, changes)
+        _write(call, modules, _flat((joined(params), variables)), changes)
         return ((value, more) if has_aux else value), grads
 
     return of_modules
@@ -240,69 +236,77 @@ class _Call(NamedTuple):
         return leaf_specs(told, loss_fn, args, kwargs, (), axis)
 
 
-def _changes(before: Any, after: Any, states_of: Callable[..., Any], args: Any) -> dict[Any, Any]:
-    """The variables with new values, by the number of their state and their own in it.
+class _Leaf(NamedTuple):
+    """A variable, or another array of a module."""
+
+    path: tuple
+    value: Any
+    places: range
+    """The numbers of its arrays among those of all."""
+
+
+def _flat(states: tuple[Any, Any]) -> list[_Leaf]:
+    """The variables that are differentiated, then the others."""
+    found, end = [], 0
+    for state in states:
+        for path, x in nnx.to_flat_state(state):
+            start, end = end, end + len(jax.tree.leaves(x))
+            found.append(_Leaf(path, x, range(start, end)))
+    return found
+
+
+def _changes(
+    before: list[_Leaf], after: list[_Leaf], states_of: Callable[..., Any], args: Any
+) -> dict[int, Any]:
+    """The variables with new values, by their numbers among all.
 
     Transformations such as `nnx.remat` and `nnx.jit` set every variable to a new array. What they
     pass on unchanged is found in the program of ``states_of(*args)``, which is that of ``after``.
     """
-    rows, leaf = [], 0
-    for number, pair in enumerate(zip(before, after, strict=True)):
-        flat = zip(*map(nnx.to_flat_state, pair), strict=True)
-        for place, ((_, old), (_, x)) in enumerate(flat):
-            leaves = [*zip(jax.tree.leaves(old), jax.tree.leaves(x), strict=True)]
-            if any(a is not b for a, b in leaves):
-                rows.append(((number, place), x, range(leaf, leaf + len(leaves))))
-            leaf += len(leaves)
-    if not rows:
+    new = []
+    for number, (old, own) in enumerate(zip(before, after, strict=True)):
+        pairs = zip(jax.tree.leaves(old.value), jax.tree.leaves(own.value), strict=True)
+        if any(a is not b for a, b in pairs):
+            new.append(number)
+    if not new:
         return {}
     passed = passed_arguments(
         jax.make_jaxpr(lambda *args: jax.tree.leaves(states_of(*args)))(*args)
     )
-    # Arguments and results begin with the leaves of the same two states.
-    return {place: x for place, x, own in rows if any(passed[i] != i for i in own)}
+    # The arguments begin with the arrays of the same two states.
+    return {i: after[i].value for i in new if any(passed[k] != k for k in after[i].places)}
 
 
 def _check_changes(
     call: _Call,
     changes: dict[int, Any],
-    variables: Any,
+    before: list[_Leaf],
     states_of: Callable[..., Any],
     args: Any,
     axis: Axis,
 ) -> None:
     """Refuses states that differ between workers; the map would take one worker's."""
-    mine = {*axis.names}
-    differ = {
-        number: x
-        for number, x in changes.items()
-        if any(varying_axes(leaf) & mine for leaf in jax.tree.leaves(x))
-    }
-    if not differ:
+    if not axis.mapped or all(map(axis.replicates, jax.tree.leaves(changes))):
         return
     params, *rest = args
-    after = lambda params, rest: [x for _, x in nnx.to_flat_state(states_of(params, *rest)[1])]
-    counts = [len(jax.tree.leaves(x)) for _, x in nnx.to_flat_state(variables)]
-    known = same_everywhere(after, params, rest, axis)
-    ends = np.cumsum(counts)  # of each variable's leaves among all
-    for number, x in differ.items():
-        if known is None or not all(known[ends[number] - counts[number] : ends[number]]):
-            path = call.name(nnx.to_flat_state(variables)[number][0])
+    known = same_everywhere(lambda params, rest: states_of(params, *rest), params, rest, axis)
+    for number, x in changes.items():
+        if known is None or not all(known[k] for k in before[number].places):
             raise ValueError(
-                f"the loss changes {path}, {type(x).__name__}, to a value of each worker's own "
-                f"examples: pass nnx.BatchNorm axis_name={axis.name!r}, update metrics outside of "
-                "the loss, or take a mesh of Explicit axes"
+                f"the loss changes {call.name(before[number].path)}, {type(x).__name__}, to a "
+                f"value of each worker's own examples: pass nnx.BatchNorm axis_name={axis.name!r}, "
+                "update metrics outside of the loss, or take a mesh of Explicit axes"
             )
 
 
-def _write(call: _Call, modules: Any, variables: Any, changes: dict[int, Any]) -> None:
+def _write(call: _Call, modules: Any, before: list[_Leaf], changes: dict[int, Any]) -> None:
     """Writes back what the loss changed of its modules, by the variables' numbers among all."""
-    paths = [path for path, _ in nnx.to_flat_state(variables)]
     for number, x in changes.items():
+        path = before[number].path
         try:
-            nnx.update(modules, nnx.from_flat_state([(paths[number], x)]))
+            nnx.update(modules, nnx.from_flat_state([(path, x)]))
         except ValueError as error:
             raise ValueError(
-                f"the loss changes {call.name(paths[number])}, an array in a container that cannot "
-                "be changed; make it an nnx.Variable, or an attribute of its module"
+                f"the loss changes {call.name(path)}, an array in a container that cannot be "
+                "changed; make it an nnx.Variable, or an attribute of its module"
             ) from error

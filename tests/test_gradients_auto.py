@@ -247,7 +247,7 @@ def test_aux_that_is_not_the_same_is_warned_of():
 
     options = {"has_aux": True, "batch_specs": {"before": P()}}
     f = ours(statistics, aux="same", **options)
-    with pytest.warns(UserWarning, match=r"\['own'\]\"\], which depend on.*BatchNorm") as caught:
+    with pytest.warns(UserWarning, match=r"\['own'\]\"\]: JAX's types.*BatchNorm") as caught:
         jax.eval_shape(f, params, batch, np.zeros(16, np.float32))
     assert len(caught) == 1
     f = ours(
@@ -258,6 +258,15 @@ def test_aux_that_is_not_the_same_is_warned_of():
     (_, aux), _ = f(params, batch, np.zeros(16, np.float32))
     assert_close(aux["own"], 0.1 * aux["all"])
     assert float(aux["norm"]) == pytest.approx(float(np.sum(params["up"] ** 2)), rel=1e-5)
+
+    def recurrent(params, batch):
+        """Its types do not fit where JAX knows parameters to be the same."""
+        step = lambda carry, row: (jnp.tanh(carry + row), None)
+        last, _ = lax.scan(step, params["up"][:, 0], batch["x"])
+        return jnp.mean(last**2), jnp.sum(params["up"])
+
+    with pytest.warns(UserWarning, match="JAX's types do not tell"):
+        jax.eval_shape(ours(recurrent, has_aux=True, aux="same"), params, batch)
 
 
 def test_aux_becomes_what_its_words_say():

@@ -263,17 +263,20 @@ def test_results_that_are_arguments_are_known_through_calls_loops_and_branches()
 
 
 def test_a_change_within_a_transformation_is_still_found():
-    """Of parameters, which is refused, and of a statistic of each worker's own examples."""
+    """Of a parameter or a statistic, to a value of each worker's own examples."""
 
     def scaled(module, x):
-        module.out.bias[...] = module.out.bias[...] * 2
+        module.out.bias[...] = module.out.bias[...] * jnp.mean(x)
         return module(x)
 
     def counted(module, x):
         module.calls[...] = module.calls[...] + jnp.sum(x)
         return module(x)
 
-    errors = {scaled: "changes variables that it is", counted: "changes 0/calls, Variable, .*own"}
+    errors = {
+        scaled: "changes 0/out/bias, Param, .*own",
+        counted: "changes 0/calls, Variable, .*own",
+    }
     for layer, message in errors.items():
         loss = lambda model, x, layer=layer: jnp.mean(nnx.remat(layer)(model, x))
         with jax.set_mesh(auto_mesh()), pytest.raises(ValueError, match=message):
@@ -317,6 +320,32 @@ def test_all_arrays_of_a_module_are_whole_and_written_back(kind):
     assert_close(found, wanted)
     assert float(model.count) == 1
     np.testing.assert_array_equal(model.tables["one"], np.arange(8) + 1)
+    assert_close(nnx.state(model), nnx.state(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm", [nnx.WeightNorm, nnx.SpectralNorm])
+def test_parameters_that_the_loss_changes_are_written_back(norm, kind):
+    """By what parameters alone say; in a transformation, too."""
+
+    class Normed(nnx.Module):
+        def __init__(self):
+            self.own = norm(nnx.Linear(16, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            update = {"update_stats": True} if norm is nnx.SpectralNorm else {}
+            return self.own(x, **update)
+
+    make = functools.cache(Normed)
+    loss = lambda model, x: jnp.mean(nnx.remat(lambda model, x: model(x))(model, x) ** 2)
+    x, expected = batches()[0]["x"], made(make)
+    wanted = nnx.jit(nnx.value_and_grad(loss))(expected, x)
+    mesh = mesh_of(8, kind=KINDS[kind])
+    model = made(make, mesh)
+    with jax.set_mesh(mesh):
+        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        found = nnx.jit(OURS(loss, **own))(model, jax.device_put(x, P("data")))
+    assert_close(found, wanted)
     assert_close(nnx.state(model), nnx.state(expected))
 
 
@@ -408,7 +437,7 @@ def _closing(model, batch):
         (OURS(lambda m, b: errors(m, b).mean()), "0/norm/mean, BatchStat, .*axis_name='data'"),
         (OURS(loss_fn, argnums=1), "argnums=1 selects no variable of argument 1, .* 2 positional"),
         (OURS(lambda m, b: setattr(m, "new", nnx.Cache(b["x"])) or 0.0), "removes variables"),
-        (OURS(lambda m, b: m.out.bias.set_value(m.out.bias * 2) or 0.0), "or changes variables"),
+        (OURS(lambda m, b: m.out.bias.set_value(b["y"][0]) or 0.0), "changes 0/out/bias, Param"),
         (_closing, "closes over 1 arrays"),
         (OURS(lambda m, b, key: 0.0), "the loss takes key"),
     ],

@@ -261,9 +261,10 @@ class Mapped:
         own = [jax.tree_util.keystr(path) for (path, _), doubt, ok in rows if doubt and not ok]
         if own:
             warnings.warn(
-                f"aux='same' of leaves {own[:4]}, which depend on each worker's own examples: the "
-                "copies on devices differ. Take them over all workers in the loss, by "
-                f"axis_name={axis.name!r} of a BatchNorm or by jax.lax.pmean, or pass another word",
+                f"aux='same' of leaves {own[:4]}: JAX's types do not tell that all workers have "
+                "the same, as of statistics of each worker's own examples, and copies on devices "
+                f"may differ. Average them in the loss, by axis_name={axis.name!r} of a BatchNorm "
+                "or by jax.lax.pmean, or pass another word",
                 stacklevel=2,
             )
 
