@@ -45,18 +45,27 @@ Spans = list[tuple[float, float]]
 def collectives_of(text: str, devices_per_host: int) -> dict[str, dict[str, Any]]:
     """The collectives of a compiled program, by name: whether each crosses hosts, and its bytes.
 
+    A profile has the names of asynchronous operations, which call a computation with a collective.
+
     Args:
       text: the program as `as_text` of a compiled function prints it.
       devices_per_host: devices are numbered host by host.
     """
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
+    within: dict[str, dict[str, Any]] = {}  # by computation, which an asynchronous one calls
+    computation = ""
     for line in text.splitlines():
-        match = re.match(rf"\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s(?:{_OPS})(?:-start)?\(", line)
-        if match is None:
-            continue
-        groups = _groups(line)
-        crosses = any(len({device // devices_per_host for device in group}) > 1 for group in groups)
-        found[_plain(match[1])] = {"crosses": crosses or not groups, "bytes": _largest(match[2])}
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            computation = header[1]
+        if match := re.match(rf"\s*(?:ROOT )?%?([\w.\-]+) = (.*?)\s(?:{_OPS})(?:-start)?\(", line):
+            groups = _groups(line)
+            hosts = [{device // devices_per_host for device in group} for group in groups]
+            crosses = not groups or any(len(own) > 1 for own in hosts)
+            facts = {"crosses": crosses, "bytes": _largest(match[2])}
+            found[_plain(match[1])] = within[computation] = facts
+    for name, called in re.findall(r"%?([\w.\-]+) = .*? async-start\(.*calls=%?([\w.\-]+)", text):
+        if called in within:
+            found[_plain(name)] = within[called]
     return found
 
 

@@ -32,6 +32,21 @@ def test_which_collectives_cross_hosts():
     assert kinds == [(False, rows), (False, rows), (True, 4), (True, rows), (True, 2 * rows)]
 
 
+def test_asynchronous_collectives_have_the_facts_of_what_they_call():
+    """As XLA prints programs for GPUs."""
+    text = """
+%async_computation.3 (param.1: bf16[2,8]) -> bf16[2,8] {
+  ROOT %all-reduce.1 = bf16[2,8]{1,0} all-reduce(%param.1), replica_groups={{0,2},{1,3}}
+}
+
+ENTRY %main (p: bf16[2,8]) -> bf16[2,8] {
+  %psum.7.1 = ((bf16[2,8]{1,0}), bf16[2,8]{1,0}) async-start(%p), calls=%async_computation.3
+}
+"""
+    found = timeline.collectives_of(text, 2)
+    assert found == dict.fromkeys(("all-reduce.1", "psum.7.1"), {"crosses": True, "bytes": 32})
+
+
 @pytest.mark.parametrize(
     ("line", "groups"),
     [

@@ -32,10 +32,20 @@ from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_fo
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.auto_axes import closed_over
+from dynamiq_jax.training.auto_axes import Told, closed_over
 from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
+from dynamiq_jax.training.uses import Uses, parameter, per_use, value_of
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
+
+
+class _ByUse(NamedTuple):
+    """What `uses.per_use` gives: the value, and by leaf gradients that are terms or sums."""
+
+    value: Any
+    """The loss; with aux if there is one."""
+    terms: dict[int, Array]
+    sums: dict[int, Array]
 
 
 class Deferred(NamedTuple):
@@ -86,8 +96,23 @@ class Deferred(NamedTuple):
                 yield x if i in own else resharded(x, self.mesh, spec)
 
         explained = functools.partial(self._explained, params, data)
-        with explained(chosen), gathered_before(bool(gathered)):
-            value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
+        joined = functools.partial(self._joined, params, placed, key=key, state=state)
+
+        def by_use(error: Exception) -> tuple[Any, Any]:
+            """The results where JAX has refused a use of typed parameters."""
+            self._check_split(data, error)
+            twins = [*held(chosen)], [*held(())]
+            with gathered_before(bool(gathered)):
+                found = self._by_use(loss, params, data, twins, chosen) if chosen else None
+            if found is None:
+                raise error
+            return found.value, joined(found.terms, found.sums)
+
+        try:
+            with explained(chosen), gathered_before(bool(gathered)):
+                value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
+        except REFUSALS as error:
+            return by_use(error)
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
 
@@ -127,16 +152,117 @@ class Deferred(NamedTuple):
             chosen -= native
             with explained(chosen):
                 value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
-        with explained(chosen), traced_for(BACKWARD):
-            (grads,) = back(self._seed(value.dtype))
+        try:
+            with explained(chosen), traced_for(BACKWARD):
+                (grads,) = back(self._seed(value.dtype))
+        except REFUSALS as error:
+            return by_use(error)
         value = (value, aux) if self.has_aux else value
         pairs = zip(grads, leaves, strict=True)
-        grads = treedef.unflatten(x.reshape(jnp.shape(leaf)) for x, leaf in pairs)
+        grads = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
+        return value, joined(grads, {})
+
+    def _by_use(
+        self,
+        loss: Callable[[Any, Any], Any],
+        params: Any,
+        data: Any,
+        twins: tuple[list[Array], list[Array]],
+        chosen: set[int],
+    ) -> "_ByUse | None":
+        """Differentiates a loss that uses parameters in ways for which JAX has no rule; see `uses`.
+
+        Twins are typed and plain leaves. `None` if JAX does not take plain parameters either.
+        """
+        told, arrays = Told.of(data)
+        treedef, (typed, plain) = jax.tree.structure(params), twins
+        found = Uses()
+
+        def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
+            value = loss(treedef.unflatten(leaves), told.join(arrays))
+            value, aux = value if self.has_aux else (value, None)
+            return _scalar(value), aux
+
+        def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
+            own = [parameter(typed.get(i), x, i, found) for i, x in enumerate(plain)]
+            made = per_use(closed, [*own, *map(value_of, arrays)], found)
+            value, aux = shapes.unflatten([x.plain() for x in made])
+            return self._plain(value), jax.tree.map(self._plain, aux)
+
+        try:
+            with constraints_without(()):
+                closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
+                shapes = jax.tree.structure(shapes)
+                own = {i: typed[i] for i in sorted(chosen)}
+                value, back, aux = jax.vjp(run, own, plain, has_aux=True)
+                with traced_for(BACKWARD):
+                    terms, sums = back(self._seed(value.dtype))
+        except REFUSALS:
+            return None
+        self._warn_of_native(params, found, chosen)
+        # A typed twin that met no examples has no terms, and a plain one that served none no sum.
+        terms = {i: x for i, x in terms.items() if i in found.typed}
+        alone = found.wanted | ({*range(len(plain))} - terms.keys())
+        sums = {i: x for i, x in enumerate(sums) if i in alone}
+        return _ByUse((value, aux) if self.has_aux else value, terms, sums)
+
+    def _warn_of_native(self, params: Any, found: Uses, chosen: set[int]) -> None:
+        """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
+        leaves = describe_leaves(params)
+        native = {i: name for i, name in found.native.items() if i in chosen}
+        nbytes = sum(leaves[i].nbytes for i in native)
+        if nbytes <= sum(leaves[i].nbytes for i in chosen) / 100:  # norms' scales, say
+            return
+        warnings.warn(
+            f"JAX sums gradients of {_listed(params, native)}, uncompressed: it has no rule for "
+            f"parameters that are typed as reduced over axis {self.axis.name!r} in "
+            f"{', '.join(sorted({*native.values()}))}. Compression(exclude=...) says that it is "
+            "meant; a mesh of Auto axes compresses all",
+            stacklevel=4,
+        )
+
+    def _joined(
+        self,
+        params: Any,
+        placed: list[P],
+        terms: dict[int, Array],
+        sums: dict[int, Array],
+        *,
+        key: Array | None,
+        state: State | None,
+    ) -> Any:
+        """The gradients, from those that are terms and those that are sums."""
+        leaves, treedef = jax.tree.flatten(params)
+        both = terms.keys() & sums.keys()
         if not self.reduces:
-            return value, grads
+            terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
+        grads = treedef.unflatten(terms.get(i, sums.get(i)) for i in range(len(leaves)))
+        if not self.reduces:
+            return grads
         total = dataclasses.replace(self.total, specs=treedef.unflatten(placed))
         done = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
-        return value, done if self.metrics or state is not None else done.tree
+        parts = jax.tree.leaves(done.tree)
+        for i in both:
+            spec = P(*_spec(parts[i]).partitions)
+            parts[i] = parts[i] + resharded(sums[i], self.mesh, spec).astype(parts[i].dtype)
+        done = done._replace(tree=treedef.unflatten(parts))
+        return done if self.metrics or state is not None else done.tree
+
+    def _added(self, terms: Array, total: Array) -> Array:
+        """Terms to which one worker, the first, adds what is summed already."""
+        names, spec = self.axis.names, _spec(terms)
+
+        def own(x: Array, y: Array) -> Array:
+            return jnp.where(lax.axis_index(names) == 0, x + y.astype(x.dtype), x)
+
+        whole = resharded(total, self.mesh, P(*spec.partitions))
+        return jax.shard_map(
+            own,
+            mesh=self.mesh,
+            in_specs=(spec, P(*spec.partitions)),
+            out_specs=spec,
+            check_vma=False,
+        )(terms, whole)
 
     def with_ones(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
@@ -213,12 +339,7 @@ class Deferred(NamedTuple):
             own = zip(held, shapes, strict=True)
             found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own), data)
             value, aux = found if self.has_aux else (found, None)
-            value = jnp.asarray(value)
-            if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-                raise TypeError(
-                    f"the loss has shape {value.shape} and dtype {value.dtype}; return a scalar of "
-                    "floating-point numbers, such as the mean over all examples"
-                )
+            value = _scalar(value)
             # A loss that is a function of deferred parameters alone is typed as reduced, and its
             # cotangent would be unreduced: a 1 on every device.
             return self._plain(value), jax.tree.map(self._plain, aux)
@@ -278,6 +399,17 @@ class Deferred(NamedTuple):
         """``x``, typed as neither reduced nor unreduced."""
         with constraints_without(()):
             return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+
+
+def _scalar(value: Any) -> Array:
+    """The loss as an array; refuses what is no scalar of floating-point numbers."""
+    value = jnp.asarray(value)
+    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"the loss has shape {value.shape} and dtype {value.dtype}; return a scalar of "
+            "floating-point numbers, such as the mean over all examples"
+        )
+    return value
 
 
 def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:

@@ -51,8 +51,9 @@ def value_and_grad(
     of global arrays, as it is for `jax.jit`. Large parameters are typed as reduced over the data
     axes, so that JAX leaves their gradients unreduced, and one compressed collective sums these.
     JAX sums gradients of parameters that the method does not take. JAX has no rule for some uses of
-    reduced values, such as elementwise products with examples: its error then comes with a note,
-    and ``Compression(exclude=...)`` is the remedy.
+    reduced values, such as elementwise products with examples. Such a use alone has its gradient
+    summed by JAX, exactly; other uses of the parameter stay compressed. A warning names leaves of
+    which more than 1% of the bytes are summed so, and the use. Whatever plain JAX trains, trains.
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
     worker's examples and whole parameters, and returns a mean over these examples. A loss that is a

@@ -1,0 +1,216 @@
+"""Losses that people write, on Explicit meshes: each trains, and has plain JAX's gradients.
+
+A parameter may be used where JAX has no rule for a value that is typed as reduced: such a use alone
+has its gradient summed by JAX (`training.uses`). All parameters count as large here.
+"""
+
+import functools
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CHEAP, daily, small
+from hlo import moves_of
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from workers import mesh_of, once, put
+
+import dynamiq_jax as dq
+from dynamiq_jax.methods.metrics import vnmse
+
+WIDTH, ROWS, VOCABULARY, LAYERS = 64, 16, 32, 3
+EXACT = small(dq.F32())
+MESHES = {"8": (8,), "4 x 2": (4, 2)}
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Shapes and dtypes are promoted, as by default."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@once
+def arrays():
+    """Parameters of all kinds, and a batch; rows count differently on every worker."""
+    keys = iter(jax.random.split(jax.random.key(0), 12))
+    draw = lambda *shape: jax.random.normal(next(keys), shape) / shape[0] ** 0.5
+    params = {
+        "w": draw(WIDTH, WIDTH), "table": draw(VOCABULARY, WIDTH), "scale": 1 + draw(WIDTH),
+        "bias": draw(WIDTH), "gain": 1 + draw(WIDTH), "kernel": draw(3, WIDTH, WIDTH),
+        "layers": draw(LAYERS, WIDTH, WIDTH), "scales": 1 + draw(LAYERS, WIDTH),
+    }  # fmt: skip
+    x = jax.random.normal(next(keys), (ROWS, 4, WIDTH))
+    ids = jax.random.randint(next(keys), (ROWS, 4), 0, VOCABULARY)
+    mask = (jnp.arange(ROWS)[:, None] % 5 > jnp.arange(4)).astype(jnp.float32)
+    return params, {"x": x, "ids": ids, "mask": mask}
+
+
+def norm(h, scale):
+    return h / jnp.sqrt(jnp.mean(h**2, -1, keepdims=True) + 1e-6) * scale
+
+
+@jax.custom_vjp
+def halved(w):
+    return w / 2
+
+
+halved.defvjp(lambda w: (w / 2, None), lambda _, g: (g / 2,))
+
+
+def attention(h, w):
+    scores = jnp.einsum("bqd,bkd->bqk", h @ w, h)
+    return jax.nn.softmax(scores / WIDTH**0.5) @ h
+
+
+def convolved(h, kernel):
+    """A convolution along the sequence, by products: JAX wants no sharding of these."""
+    padded = jnp.pad(h, ((0, 0), (1, 1), (0, 0)))
+    return sum(padded[:, i : i + h.shape[1]] @ kernel[i] for i in range(3))
+
+
+def scanned(h, p, remat=False):
+    def layer(h, own):
+        w, scale = own
+        return norm(jnp.tanh(h @ w), scale), None
+
+    layer = jax.checkpoint(layer) if remat else layer
+    return lax.scan(layer, h, (p["layers"], p["scales"]))[0]
+
+
+STEPS = {
+    "norm": lambda h, p: norm(h, p["scale"]),
+    "bias": lambda h, p: h + p["bias"],
+    "matmul": lambda h, p: h @ p["w"],
+    "weight norm": lambda h, p: h @ (
+        p["w"] / jnp.linalg.norm(p["w"], axis=0, keepdims=True) * p["gain"]
+    ),
+    "spectral": lambda h, p: h @ (p["w"] / jnp.sqrt(jnp.sum(p["w"] ** 2))),
+    "tied": lambda h, p: jax.nn.softmax(h @ p["table"].T) @ p["table"],
+    "softmax of parameters": lambda h, p: h * jax.nn.softmax(p["gain"]) @ p["w"],
+    "attention": lambda h, p: attention(h, p["w"]),
+    "convolution": lambda h, p: convolved(h, p["kernel"]),
+    "scan": scanned,
+    "scan of remat": functools.partial(scanned, remat=True),
+    "remat": lambda h, p: jax.checkpoint(lambda h, w: jnp.tanh(h @ w) * w[0])(h, p["w"]),
+    "inner jit": lambda h, p: jax.jit(lambda h, w, s: jnp.tanh(h @ w) * s)(h, p["w"], p["scale"]),
+    "cond": lambda h, p: lax.cond(
+        jnp.sum(p["bias"]) > -99, lambda h, w: h @ w * w[0], lambda h, w: h, h, p["w"]
+    ),
+    "custom_vjp": lambda h, p: h @ halved(p["w"]),
+    "lookup": lambda h, p: h @ p["table"][:WIDTH // 2].T @ p["table"][: WIDTH // 2],
+    "negative": lambda h, p: h @ -p["w"],
+    "reshaped": lambda h, p: jnp.einsum("bsd,dhk->bshk", h, p["w"].reshape(WIDTH, 4, 16)).reshape(
+        h.shape, out_sharding=jax.typeof(h).sharding
+    ),
+    "transposed": lambda h, p: h @ p["w"].T,
+}  # fmt: skip
+"""From (activations, parameters) to activations."""
+
+PENALTIES = {
+    "none": lambda p: 0.0,
+    "l2": lambda p: 1e-2 * sum(jnp.sum(w**2) for w in jax.tree.leaves(p)),
+    "l1": lambda p: 1e-2 * jnp.sum(jnp.abs(p["w"])),
+    "log": lambda p: 1e-3 * jnp.sum(jnp.log(p["scale"] ** 2 + 1)),
+    "orthogonal": lambda p: 1e-3 * jnp.sum((p["w"].T @ p["w"] - jnp.eye(WIDTH)) ** 2),
+}
+
+
+def make_loss(steps, penalty, spec):
+    def loss(p, batch):
+        h = p["table"].at[batch["ids"]].get(out_sharding=spec) + batch["x"]
+        for name in steps:
+            h = STEPS[name](h, p)
+        errors = jnp.mean((jnp.tanh(h) - batch["x"]) ** 2, -1)
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"]) + PENALTIES[penalty](p)
+
+    return loss
+
+
+def check(steps, penalty, sizes, method=EXACT, **options):
+    """Values and gradients are those of plain JAX on one device."""
+    params, batch = arrays()
+    mesh = mesh_of(*sizes, kind=AxisType.Explicit)
+    expected = jax.jit(jax.value_and_grad(make_loss(steps, penalty, None)))(params, batch)
+    own = dq.value_and_grad(
+        make_loss(steps, penalty, P("data")), axis_name="data", method=method, **options
+    )
+    with jax.set_mesh(mesh), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*JAX sums gradients of")
+        own = jax.jit(own)
+        placed = put(params, mesh), put(batch, mesh, P("data"))
+        found = own(*placed)
+        if options:
+            found = found[0], jax.jit(lambda g: dq.psum(g, "data", method=method))(found[1])
+    return found, expected, (own, placed)
+
+
+def compare(found, expected):
+    """Values, and each parameter's gradient as a whole: single coordinates may nearly cancel."""
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    for name, gradient in expected[1].items():
+        error = np.sum((np.asarray(found[1][name], np.float64) - gradient) ** 2)
+        assert error <= 1e-8 * np.sum(np.square(gradient, dtype=np.float64)) + 1e-14, name
+
+
+RANDOM = np.random.default_rng(0)
+DRAWN = [
+    (tuple(RANDOM.choice([*STEPS], 3, replace=False)), RANDOM.choice([*PENALTIES]))
+    for _ in range(40)
+]
+SINGLE = [*(((name,), "none") for name in STEPS), *((("matmul",), name) for name in PENALTIES)]
+DAILY = [(("norm", "bias", "matmul"), "l2", "8"), (("scan of remat", "tied"), "none", "4 x 2")]
+DAILY += [(("weight norm", "cond", "softmax of parameters"), "log", "8")]
+DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
+DAILY += [(("remat", "scan", "convolution"), "orthogonal", "8")]
+ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
+
+
+@pytest.mark.parametrize(("steps", "penalty", "mesh"), daily([*DAILY, *ALL], DAILY))
+def test_what_plain_jax_trains_trains(steps, penalty, mesh):
+    compare(*check(steps, penalty, MESHES[mesh])[:2])
+
+
+def test_terms_that_are_reduced_later_hold_what_jax_has_summed():
+    steps = ("norm", "bias", "matmul", "weight norm")
+    compare(*check(steps, "l2", (8,), reduce=False)[:2])
+
+
+def test_uses_with_a_rule_stay_compressed():
+    """A norm's scale, a bias and a penalty cost the matrices nothing."""
+    steps = ("norm", "bias", "matmul", "scan of remat")
+    found, expected, (step, args) = check(steps, "l2", (8,), CHEAP)
+    for name in ("w", "layers"):
+        assert 0 < float(vnmse(expected[1][name], found[1][name])) < 0.05
+    with jax.set_mesh(args[1]["x"].sharding.mesh):
+        text = step.lower(*args).compile().as_text()
+    native = [size for kind, size in moves_of(text) if kind in ("all-reduce", "reduce-scatter")]
+    assert max(native) < 32 * WIDTH * WIDTH  # bits of one matrix
+
+
+def test_large_gradients_that_jax_sums_are_named_with_the_use():
+    """Norms' scales are not worth a word."""
+    params, batch = arrays()
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    placed = put(params, mesh), put(batch, mesh, P("data"))
+    with jax.set_mesh(mesh):
+        large = lambda p, b: jnp.mean((b["x"].reshape(64, 64) * p["w"]) ** 2)
+        with pytest.warns(
+            UserWarning, match=r"sums gradients of 1 leaves .*\(w\).* in (mul|reshard)"
+        ):
+            jax.eval_shape(dq.value_and_grad(large, axis_name="data", method=EXACT), *placed)
+        quiet = lambda p, b: jnp.mean(norm(b["x"] @ p["w"], p["scale"]) ** 2)
+        jax.eval_shape(dq.value_and_grad(quiet, axis_name="data", method=EXACT), *placed)
+
+
+def test_an_error_of_the_loss_is_jaxs_own():
+    params, batch = arrays()
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    placed = put(params, mesh), put(batch, mesh, P("data"))
+    wrong = lambda p, b: jnp.mean(b["x"] @ p["scale"][:3])
+    with jax.set_mesh(mesh), pytest.raises(TypeError, match="dot_general"):
+        jax.eval_shape(dq.value_and_grad(wrong, axis_name="data", method=EXACT), *placed)
