@@ -39,14 +39,14 @@ _EARLY: dict[str, Any] = {
 }
 """In one process."""
 _BETWEEN_HOSTS: dict[str, Any] = {_START: True, _AT_ONCE: 4}
-"""Between two hosts of one H200 at 25 Gb/s a step of 1.1 B parameters by `value_and_grad` takes 264
-ms in the place of 272, by `dq.optax.sharded` after the backward pass 208 in the place of 218, and in
-the pipeline 203 either way. At 10 Gb/s the pipeline takes 492 in the place of 484
+"""Between two hosts of one H200 at 25 Gb/s a step of 1.1 B parameters by `value_and_grad` takes
+264 ms in the place of 272, by `dq.optax.sharded` after the backward pass 208 in the place of 218,
+and in the pipeline 203 either way. At 10 Gb/s the pipeline takes 492 ms in the place of 484
 (docs/multihost.md)."""
 _OWN_CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 """NCCL's variable. XLA splits communicators of all GPUs into those of a host. By default these keep
-the number of channels that suits the network, 2 in the place of 24 over NVLink. Between two hosts of
-two H200 a reduce-scatter of 121 MB inside of a host then takes 2.1 ms in the place of 0.3."""
+the number of channels that suits the network, 2 in the place of 24 over NVLink. Between two hosts
+of two H200 a reduce-scatter of 121 MB inside of a host then takes 2.1 ms in the place of 0.3."""
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 """Whether the program that is traced will be compiled so that permutes are copies by engines."""
 
