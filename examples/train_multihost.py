@@ -36,6 +36,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     )
 
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -69,6 +70,7 @@ from train_llm import (
 import dynamiq_jax as dq
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
+PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
 PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
 
 
@@ -103,6 +105,26 @@ def join(
             f"{error} Pass --coordinator HOST:PORT, --num-processes N and --process-id 0..N-1; "
             "under SLURM, Open MPI and Kubernetes JAX finds them out by itself"
         ) from error
+    if PROGRESS in os.environ:
+        sys.excepthook = partial(end_at_once, sys.excepthook)
+    report("joined")
+
+
+def end_at_once(write: Callable[..., None], *error: Any) -> None:
+    """Ends this process after an exception, for a supervisor that tells the other hosts.
+
+    Without one, JAX waits at the end of a process for all others, and tells them who has failed.
+    """
+    write(*error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def report(progress: int | str) -> None:
+    """Tells a supervisor (`dynamiq-jax run`) how far this process is; nothing without one."""
+    if path := os.environ.get(PROGRESS):
+        Path(path).write_text(str(progress))
 
 
 def node_of(device: Any) -> int:
@@ -264,12 +286,14 @@ def train(
     if checkpoints:
         state, losses = restore(checkpoints, state)
         log(f"starting after step {len(losses)}")
+    report("restored")
     sharding = NamedSharding(run.mesh, P(AXES))
     shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
     rows = own_rows(sharding, shape[0])
     times, preempted = [], False
     while len(losses) < run.recipe.steps and not preempted:
         start = time.perf_counter()
+        report(len(losses))
         own = windows(corpus, len(losses), rows, shape[1], run.seed)
         tokens = jax.make_array_from_process_local_data(sharding, own, shape)
         state, loss = training.step(state, tokens)
