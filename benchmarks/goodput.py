@@ -32,6 +32,24 @@ from hosts import Hosts
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_multihost.py"
 PORT = 29500
 
+TRAINING = f"""
+import runpy, sys
+from jax._src import compiler, distributed
+write, state = compiler._cache_write, distributed.global_state
+def write_of_every_process(*args, **options):
+    own, state.process_id = state.process_id, 0
+    try:
+        write(*args, **options)
+    finally:
+        state.process_id = own
+compiler._cache_write = write_of_every_process
+sys.argv[0] = {str(EXAMPLE)!r}
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example. On CPU each process has programs of its own, and JAX keeps those of process 0 alone.
+On GPUs all processes have the same key in the cache, and need no such change."""
+
 KINDS = {
     "steps": "steps that count",
     "repeated": "steps since the last checkpoint, which are repeated",
@@ -55,7 +73,7 @@ class Watched:
         self.made, self.folder = made, folder
         hosts = ",".join(f"{made.address(i)}:{PORT}" for i in range(made.n))
         training = [
-            sys.executable, "-u", str(EXAMPLE), "--steps", "1000000", "--batch-size", "1",
+            sys.executable, "-u", "-c", TRAINING, "--steps", "1000000", "--batch-size", "1",
             "--checkpoint-every", str(checkpoint_every), "--checkpoint-dir", str(folder / "kept"),
             "--coordinator", "{coordinator}", "--num-processes", "{processes}",
             "--process-id", "{process_id}", "--out", str(folder / "runs"),

@@ -23,8 +23,9 @@ Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7; left out: versions, and 
 Losses depend a little on the Python version, whose standard library is the training text, and on
 the processor, see ``train_llm.py``. The loss curve (PNG) and all numbers (JSON) land in ``runs/``.
 Started again with the same ``--checkpoint-dir``, after whatever end, the run goes on from its
-newest complete checkpoint and draws the same curve, bit for bit. docs/multihost.md: launching, mesh
-and topology, network interfaces, time-outs, and what happens when a process dies.
+newest complete checkpoint and draws the same curve, bit for bit. Under ``dynamiq-jax run`` it
+starts again by itself (docs/when-a-host-dies.md). docs/multihost.md: launching, mesh and topology,
+network interfaces, time-outs, and what happens when a process dies.
 """
 
 import os

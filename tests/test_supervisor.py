@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import goodput
 import pytest
 from cases import daily
 from supervised import Supervised
@@ -21,25 +22,26 @@ BEGUN = r"rank \d of 3 from"
 FAULTS = {
     "killed": ("kill", r"host 1 \(127.0.0.1\): killed by SIGKILL"),
     "stopped": ("stop", r"host 1 \(127.0.0.1\): its process is stopped \(SIGSTOP\)"),
-    "hangs": ("hang", r"host 1 \(127.0.0.1\): no step for 2 s, at step \d+, others at \d+"),
+    "hangs": ("hang", r"host 1 \(127.0.0.1\): no step for 3 s, at step \d+, others at \d+"),
     "ends with a status": ("exit", r"host 1 \(127.0.0.1\): ended with status 7: rank 1 of 3"),
     "raises": ("raise", r"host 1 \(127.0.0.1\): ended with status 1: ZeroDivisionError: div"),
     "wants memory": ("memory", r"host 1 \(127.0.0.1\): ended with status 1: MemoryError"),
     "aborts": ("terminate", r"host 1 \(127.0.0.1\): killed by SIGABRT: rank 1"),
-    "a supervisor killed": (signal.SIGKILL, r"host 1 \(127.0.0.1\): no heartbeat for 1 s"),
-    "a supervisor stopped": (signal.SIGSTOP, r"host 1 \(127.0.0.1\): no heartbeat for 1 s"),
+    "a supervisor killed": (signal.SIGKILL, r"host 1 \(127.0.0.1\): no heartbeat for 2 s"),
+    "a supervisor stopped": (signal.SIGSTOP, r"host 1 \(127.0.0.1\): no heartbeat for 2 s"),
     "told to end": (signal.SIGTERM, r"host 1 \(127.0.0.1\): told to end \(SIGTERM\)"),
-    "does not come": (None, r"host 1 \(127.0.0.1\) did not come within 2 s; 2 of 3 hosts"),
+    "does not come": (None, r"host 1 \(127.0.0.1\) did not come within 3 s; 2 of 3 hosts"),
 }
 """{name: what host 1 does, or the signal to its supervisor; the last line of the other hosts}"""
 
-QUICK = "--silence", "1", "--wait", "1", "--stall", "2", "--patience", "2"
+QUICK = "--silence", "2", "--wait", "1", "--stall", "3"
 
 
 @pytest.mark.parametrize("fault", daily(FAULTS, ["killed", "a supervisor stopped"]))
 def test_the_last_line_of_every_other_host_names_host_and_cause(tmp_path, fault):
     order, cause = FAULTS[fault]
-    with Supervised(tmp_path, 3, *QUICK, "--restarts", "0", "--min-hosts", "3") as hosts:
+    options = *QUICK, "--restarts", "0", "--min-hosts", "3"
+    with Supervised(tmp_path, 3, *options, *(() if order else ("--patience", "3"))) as hosts:
         if order is None:
             hosts.start(0, 2)
         else:
@@ -63,10 +65,10 @@ def test_hosts_go_on_without_a_dead_one_and_take_it_back(tmp_path):
         hosts.start()
         hosts.until_said(BEGUN, seconds=30)
         hosts.processes[0].kill()  # the first one: none is special
-        hosts.until_said(r"start 2 with 2 hosts, without host 0 \(127.0.0.1\)\nrank", 1, 2)
+        hosts.until_said(r"start \d+ with 2 hosts, without host 0 \(127.0.0.1\)\nrank", 1, 2)
         hosts.start(0)
         hosts.until_said(r"host 0 \(127.0.0.1\) came back: all save and start again", 1)
-        hosts.until_said(r"start 3 with 3 hosts\nrank \d of 3 from [1-9]")
+        hosts.until_said(r"start \d+ with 3 hosts\nrank \d of 3 from [1-9]")
         for i in range(3):
             hosts.processes[i].send_signal(signal.SIGTERM)
         assert hosts.statuses() == [143] * 3
@@ -108,7 +110,9 @@ def test_foreign_datagrams_are_ignored():
     datagram = beat.encode("mine")
     assert decode(datagram, "mine", 2).members == (0, 1)
     assert len(datagram) < 1400  # of one packet
-    for other in (beat.encode("another"), b"\xff", b"[]", b"{}", datagram.replace(b"host", b"h")):
+    others = [beat.encode("another"), b"\xff", b"[]", b"{}", b"[" * 60_000]
+    others += [datagram.replace(b"host", b"h"), datagram.replace(b"3,", b'"x",')]
+    for other in others:
         assert decode(other, "mine", 2) is None
     assert decode(datagram, "mine", 1) is None
 
@@ -151,3 +155,30 @@ def test_the_process_dies_with_its_supervisor(tmp_path):
             return False
 
         hosts.until(gone, 5)
+
+
+def test_goodput_counts_every_second_once():
+    """Two generations; the fault at 20 comes 3 s after the last checkpoint."""
+    events = [{"event": "start", "time": 0.0}, {"event": "stage", "time": 1.0, "reached": "joined"}]
+    # The first step takes 4 s, all others 1 s: step n begins at 5 + n.
+    events += [{"event": "step", "time": 2.0, "reached": "0"}]
+    events += [{"event": "step", "time": 5.0 + n, "reached": str(n)} for n in range(1, 16)]
+    events += [{"event": "end", "time": t} for t in (20.5, 23.0)]
+    events = [event | {"generation": 1, "host": 0} for event in events]
+    after = [{"event": "start", "time": 26.0}]
+    after += [{"event": "stage", "time": 28.0, "reached": "joined"}]
+    after += [{"event": "step", "time": 29.0, "reached": "12"}]
+    after += [{"event": "step", "time": 31.0 + n, "reached": str(13 + n)} for n in range(5)]
+    events += [event | {"generation": 2, "host": 0} for event in after]
+    faults = [{"time": 20.0, "name": "host killed"}]
+    found = goodput.segments(events, faults, 5.0, 40.0)
+    said = goodput.summary(found, faults)
+    seconds = {kind: 35 * share for kind, share in said["share"].items()}
+    assert seconds == pytest.approx(
+        # Steps: from 5 to 17, when step 12 began, and from 30, when the second compiled, to 40.
+        {"steps": 22, "repeated": 3, "detection": 3, "gathering": 3, "start": 2, "restore": 1,
+         "compile": 1}
+    )  # fmt: skip
+    assert said["recoveries"] == [{"fault": "host killed", "seconds": pytest.approx(10)}]
+    for before, behind in zip(found, found[1:], strict=False):
+        assert before["end"] == behind["start"]

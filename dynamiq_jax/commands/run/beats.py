@@ -64,9 +64,11 @@ def decode(datagram: bytes, run: str, n_hosts: int) -> Beat | None:
             return None
         for name in ("members", "hears"):
             fields[name] = tuple(map(int, fields[name]))
-        beat = Beat(**fields | {"phase": Phase(fields["phase"])})
+        for name in ("host", "generation", "step", "status"):
+            fields[name] = int(fields[name])
+        beat = Beat(**fields | {"phase": Phase(fields["phase"]), "cause": str(fields["cause"])})
         return beat if 0 <= beat.host < n_hosts else None
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 

@@ -326,7 +326,9 @@ class Supervisor:
     def _finished(self, host: int) -> bool:
         """Whether a member has ended well, and so may be silent."""
         beat = self._newest(host)
-        return beat is not None and beat.phase is Phase.DONE
+        if beat is None:
+            return False
+        return beat.phase in (Phase.DONE, Phase.OVER) and beat.status == 0
 
     def _silence(self, silent: list[int], members: list[int]) -> str:
         text = f"{self.names(silent)}: no heartbeat for {self.settings.silence:g} s"
