@@ -251,8 +251,13 @@ class Hosts:
         """Takes host i off the network; its processes do not learn of it."""
         sh("ip", "-n", self.names[i], "link", "set", NIC, "down")
 
+    def drop(self, i: int) -> None:
+        """Loses all that host i sends to others; what they send to it arrives."""
+        for half in ("10.7.0.0/25", "10.7.0.128/25"):  # narrower than the NIC's route
+            sh("ip", "-n", self.names[i], "route", "add", "blackhole", half)
+
     def mend(self, i: int) -> None:
-        """Takes host i back."""
+        """Takes host i back after `cut`."""
         sh("ip", "-n", self.names[i], "link", "set", NIC, "up")
 
 

@@ -23,8 +23,9 @@ Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7; left out: versions, and 
 Losses depend a little on the Python version, whose standard library is the training text, and on
 the processor, see ``train_llm.py``. The loss curve (PNG) and all numbers (JSON) land in ``runs/``.
 Started again with the same ``--checkpoint-dir``, after whatever end, the run goes on from its
-newest complete checkpoint and draws the same curve, bit for bit. docs/multihost.md: launching, mesh
-and topology, network interfaces, time-outs, and what happens when a process dies.
+newest complete checkpoint and draws the same curve, bit for bit. Under ``dynamiq-jax run`` it
+starts again by itself (docs/when-a-host-dies.md). docs/multihost.md: launching, mesh and topology,
+network interfaces, time-outs, and what happens when a process dies.
 """
 
 import os
@@ -36,6 +37,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
     )
 
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -69,6 +71,7 @@ from train_llm import (
 import dynamiq_jax as dq
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
+PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
 PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
 
 
@@ -103,6 +106,26 @@ def join(
             f"{error} Pass --coordinator HOST:PORT, --num-processes N and --process-id 0..N-1; "
             "under SLURM, Open MPI and Kubernetes JAX finds them out by itself"
         ) from error
+    if PROGRESS in os.environ:
+        sys.excepthook = partial(end_at_once, sys.excepthook)
+    report("joined")
+
+
+def end_at_once(write: Callable[..., None], *error: Any) -> None:
+    """Ends this process after an exception, for a supervisor that tells the other hosts.
+
+    Without one, JAX waits at the end of a process for all others, and tells them who has failed.
+    """
+    write(*error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def report(progress: int | str) -> None:
+    """Tells a supervisor (`dynamiq-jax run`) how far this process is; nothing without one."""
+    if path := os.environ.get(PROGRESS):
+        Path(path).write_text(str(progress))
 
 
 def node_of(device: Any) -> int:
@@ -264,12 +287,14 @@ def train(
     if checkpoints:
         state, losses = restore(checkpoints, state)
         log(f"starting after step {len(losses)}")
+    report("restored")
     sharding = NamedSharding(run.mesh, P(AXES))
     shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
     rows = own_rows(sharding, shape[0])
     times, preempted = [], False
     while len(losses) < run.recipe.steps and not preempted:
         start = time.perf_counter()
+        report(len(losses))
         own = windows(corpus, len(losses), rows, shape[1], run.seed)
         tokens = jax.make_array_from_process_local_data(sharding, own, shape)
         state, loss = training.step(state, tokens)

@@ -203,12 +203,22 @@ def steps_on_hosts(folder, heartbeat_timeout):
 def training_on_hosts(folder):
     """The example on hosts, as `command_line` runs it, but without memory and longer."""
     method = small(METHOD.method, topology=dq.Hierarchical(outer=LOOP))
+    if os.environ.get("METHOD") == "exact":
+        method = dq.Compression(dq.F32())
+    fault = os.environ.get("FAULT")
+    if fault == "processes disagree" and this_host()[-1] == VICTIM:
+        method = small(METHOD.method, topology=dq.Hierarchical(outer=dq.Direct()))
     fields = {"model": CONFIG, "recipe": RECIPE._replace(steps=STEPS_ON_HOSTS), "seed": 0}
 
     def make_run(mesh):
         return Run(mesh=mesh, method=method, **fields)
 
-    example(folder, make_run, lambda step: time.sleep(0.2))  # a test watches
+    def before(step):
+        time.sleep(float(os.environ.get("STEP_SECONDS", "0.2")))  # a test watches
+        if fault == "a process raises" and step == 4 and this_host()[-1] == VICTIM:
+            raise ZeroDivisionError("division by zero")
+
+    example(folder, make_run, before)
 
 
 def endless(mesh):

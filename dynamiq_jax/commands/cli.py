@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from dynamiq_jax import __version__
-from dynamiq_jax.commands import advise, error, explain
+from dynamiq_jax.commands import advise, error, explain, run
 from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.options import printable
 
@@ -49,6 +49,7 @@ app = typer.Typer(
 app.command("advise")(advise.command)
 app.command("explain")(explain.command)
 app.command("error")(error.command)
+app.command("run")(run.command)
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 bench.command("all-reduce")(all_reduce.command)
 app.add_typer(bench, name="bench")
@@ -62,6 +63,7 @@ def _version(given: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -72,6 +74,8 @@ def _main(
     """Lets XLA split the CPU into eight devices; read when JAX first looks for devices."""
     # The flag concerns the CPU platform alone, so that no look for a GPU is needed beforehand.
     flags = os.environ.get("XLA_FLAGS", "")
+    if context.invoked_subcommand == "run":  # its processes have devices of their own
+        return
     own_count = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
     if not own_count:
         flag = f"--xla_force_host_platform_device_count={CPU_DEVICES}"

@@ -1,0 +1,278 @@
+"""Goodput: how much of a run's time makes progress while hosts are killed, and what the rest is.
+
+    python benchmarks/goodput.py --minutes 10 --every 60
+
+Three hosts of `hosts.py` run ``examples/train_multihost.py`` under ``dynamiq-jax run``. At equal
+distances a fault happens to the next host: its process is killed, or is stopped, or the process and
+its supervisor are killed, which starts again after ``--away`` seconds. Numbers land in
+``OUT/goodput.json``, and their picture in ``OUT/goodput.png``.
+
+The clock starts with the first step after a fault that does not count, which fills the cache of
+compiled programs. `KINDS` says what time is counted as. It takes root, iproute2
+and util-linux, as `hosts.py` does.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from hosts import Hosts
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_multihost.py"
+PORT = 29500
+
+TRAINING = f"""
+import runpy, sys
+from jax._src import compiler, distributed
+write, state = compiler._cache_write, distributed.global_state
+def write_of_every_process(*args, **options):
+    own, state.process_id = state.process_id, 0
+    try:
+        write(*args, **options)
+    finally:
+        state.process_id = own
+compiler._cache_write = write_of_every_process
+sys.argv[0] = {str(EXAMPLE)!r}
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example. On CPU each process has programs of its own, and JAX keeps those of process 0 alone.
+On GPUs all processes have the same key in the cache, and need no such change."""
+
+KINDS = {
+    "steps": "steps that count",
+    "repeated": "steps since the last checkpoint, which are repeated",
+    "detection": "from the fault until all processes have ended",
+    "gathering": "until the next processes start",
+    "start": "Python, imports, and JAX's meeting",
+    "restore": "placing and restoring the state",
+    "compile": "the first step, beyond the median step",
+}
+"""{name: what the time is}, in the order in which they follow a step."""
+
+COLORS = ["#2a9d5c", "#e9c46a", "#d62828", "#f4a261", "#457b9d", "#8d99ae", "#6d597a"]
+
+
+class Watched:
+    """Supervisors on all hosts, and the faults."""
+
+    def __init__(
+        self, made: Hosts, folder: Path, checkpoint_every: int, options: list[str]
+    ) -> None:
+        self.made, self.folder = made, folder
+        hosts = ",".join(f"{made.address(i)}:{PORT}" for i in range(made.n))
+        training = [
+            sys.executable, "-u", "-c", TRAINING, "--steps", "1000000", "--batch-size", "1",
+            "--checkpoint-every", str(checkpoint_every), "--checkpoint-dir", str(folder / "kept"),
+            "--coordinator", "{coordinator}", "--num-processes", "{processes}",
+            "--process-id", "{process_id}", "--out", str(folder / "runs"),
+        ]  # fmt: skip
+        self.command = ["--hosts", hosts, *options, "--", *training]
+        self.env = {
+            "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        }
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        for i in range(made.n):
+            self.start(i)
+
+    def start(self, i: int) -> None:
+        """Starts the supervisor of a host; its log and events go on."""
+        run = [sys.executable, "-m", "dynamiq_jax", "run", "--host-id", str(i)]
+        run += ["--events", str(self.events_file(i)), *self.command]
+        keep = ["sh", "-c", f'exec "$@" >>"{self.folder}/host{i}.log" 2>&1', "sh"]
+        self.processes[i] = self.made.start(i, keep + run, env=self.env)
+
+    def events_file(self, i: int) -> Path:
+        """Where the supervisor of a host writes what happens."""
+        return self.folder / f"host{i}.events"
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events of all hosts, by time."""
+        lines = []
+        for i in range(self.made.n):
+            with contextlib.suppress(FileNotFoundError):
+                lines += self.events_file(i).read_text().splitlines()
+        return sorted(map(json.loads, lines), key=lambda event: event["time"])
+
+    def training(self, i: int) -> int | None:
+        """The process that the supervisor of a host has started."""
+        pid = self.processes[i].pid
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        return None
+
+    def fault(self, name: str, i: int, away: float) -> None:
+        """Makes a fault happen to a host."""
+        pid = self.training(i)
+        if name == "host killed":
+            self.made.kill(i)
+            self.processes[i].wait()
+            time.sleep(away)
+            self.start(i)
+        elif pid:
+            os.kill(pid, signal.SIGKILL if name == "process killed" else signal.SIGSTOP)
+
+
+FAULTS = "process killed", "host killed", "process stopped"
+
+
+def until_steps(watched: Watched, generation: int = 1, patience: float = 180) -> float:
+    """Waits for the first steps of a generation; returns when the second one began."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        events = [e for e in watched.events() if e["event"] == "step" and e["host"] == 0]
+        times = [event["time"] for event in events if event["generation"] >= generation]
+        if len(times) > 1:
+            return times[1]
+        time.sleep(0.2)
+    raise RuntimeError(f"no step within {patience:g} s: see {watched.folder}/host0.log")
+
+
+def segments(
+    events: list[dict[str, Any]], faults: list[dict[str, Any]], began: float, until: float
+) -> list[dict[str, Any]]:
+    """What each stretch of time from ``began`` to ``until`` was: kind, start, end, generation."""
+    starts: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    stages: dict[tuple[int, str], float] = {}
+    steps: dict[int, dict[int, float]] = defaultdict(dict)
+    for event in events:
+        number, when = event["generation"], event["time"]
+        if event["event"] == "start":
+            starts.setdefault(number, when)
+        elif event["event"] == "end":
+            ends[number] = when  # the last host's
+        elif event["event"] == "stage":
+            stages[number, event["reached"]] = when  # the last host's
+        elif event["event"] == "step":
+            steps[number].setdefault(int(event["reached"]), when)  # the first host's
+    found = []
+    for number, after in itertools.zip_longest(sorted(starts), sorted(starts)[1:]):
+        end = ends.get(number, until)
+        hit = min((f["time"] for f in faults if starts[number] <= f["time"] <= end), default=end)
+        begun = steps[number]
+        joined = stages.get((number, "joined"), hit)
+        first = min(begun.values(), default=hit)
+        times = sorted(begun.items())
+        each = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(times)]
+        median = statistics.median(each[1:] or each or [0.0])
+        compiled = first + max((each or [0.0])[0] - median, 0)
+        # The next generation repeats the steps from its own first one on.
+        again = min(steps[after], default=None) if after else None
+        kept = hit if again is None else next((t for step, t in times if step >= again), hit)
+        marks = [("start", starts[number]), ("restore", joined), ("compile", first),
+                 ("steps", compiled), ("repeated", kept), ("detection", hit),
+                 ("gathering", end), (None, starts.get(after, until))]  # fmt: skip
+        for (kind, a), (_, b) in itertools.pairwise(marks):
+            a, b = (min(max(t, began), until) for t in (a, b))
+            if b > a:
+                found.append({"kind": kind, "start": a, "end": b, "generation": number})
+    return found
+
+
+def summary(found: list[dict[str, Any]], faults: list[dict[str, Any]]) -> dict[str, Any]:
+    """Shares of time by kind, and seconds of each recovery."""
+    total = sum(row["end"] - row["start"] for row in found)
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for row in found:
+        seconds[row["kind"]] += row["end"] - row["start"]
+    recoveries = []
+    for fault in faults:
+        later = [row for row in found if row["kind"] == "steps" and row["start"] > fault["time"]]
+        if later:
+            seconds_to_step = later[0]["start"] - fault["time"]
+            recoveries.append({"fault": fault["name"], "seconds": seconds_to_step})
+    return {
+        "seconds": total, "goodput": seconds["steps"] / total,
+        "share": {kind: spent / total for kind, spent in seconds.items()},
+        "seconds per fault": {
+            kind: spent / max(len(faults), 1) for kind, spent in seconds.items() if kind != "steps"
+        },
+        "recoveries": recoveries,
+    }  # fmt: skip
+
+
+def draw(found: list[dict[str, Any]], faults: list[dict[str, Any]], said: Any, file: Path) -> None:
+    """A line of time, and below it the seconds of each recovery by kind."""
+    from matplotlib.figure import Figure
+
+    began, colors = found[0]["start"], dict(zip(KINDS, COLORS, strict=True))
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    axes = figure.subplots()
+    for kind in KINDS:
+        spans = [(r["start"] - began, r["end"] - r["start"]) for r in found if r["kind"] == kind]
+        label = f"{kind}: {100 * said['share'][kind]:.1f}%"
+        axes.broken_barh(spans, (0, 1), facecolors=colors[kind], label=label)
+    for fault in faults:
+        axes.annotate(fault["name"], (fault["time"] - began, 1), (0, 3), rotation=40, fontsize=7,
+                      textcoords="offset points")  # fmt: skip
+    axes.set(yticks=[], xlabel="seconds", ylim=(0, 1.9))
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.set_title(f"{100 * said['goodput']:.1f}% of the time made progress", loc="left")
+    axes.legend(ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.25), frameon=False)
+    figure.savefig(file, dpi=120)
+
+
+def main(
+    hosts: Annotated[int, typer.Option(min=2)] = 3,
+    minutes: Annotated[float, typer.Option(help="how long")] = 10,
+    every: Annotated[float, typer.Option(help="seconds between two faults")] = 60,
+    away: Annotated[float, typer.Option(help="seconds until a killed host is back")] = 5,
+    checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 10,
+    silence: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
+    wait: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
+    kinds: Annotated[str, typer.Option(help="faults, by commas")] = ",".join(FAULTS),
+    warm: Annotated[bool, typer.Option(help="fill the compilation cache first")] = True,
+    out: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/goodput"),
+) -> None:
+    """Trains on several hosts of this machine while they are killed, and tells what it costs."""
+    names = kinds.split(",")
+    if unknown := set(names) - set(FAULTS):
+        raise typer.BadParameter(f"--kinds {sorted(unknown)}: give some of {', '.join(FAULTS)}")
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    folder, faults = out.absolute(), []
+    options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
+    with Hosts(hosts, devices=1) as made:
+        watched = Watched(made, folder, checkpoint_every, options)
+        began = until_steps(watched)
+        if warm:  # one fault that does not count, after which the cache is full
+            time.sleep(5)
+            watched.fault("process killed", 0, away)
+            began = until_steps(watched, generation=2)
+        for number in range(int(60 * minutes / every)):
+            time.sleep(max(began + (number + 1) * every - every / 2 - time.time(), 0))
+            name, victim = names[number % len(names)], number % hosts
+            print(f"{time.time() - began:6.1f} s  host {victim}: {name}", flush=True)
+            faults.append({"time": time.time(), "name": name, "host": victim})
+            watched.fault(name, victim, away)
+        time.sleep(max(began + 60 * minutes - time.time(), 0))
+        until, events = time.time(), watched.events()
+    found = segments(events, faults, began, until)
+    said = summary(found, faults)
+    record = said | {"faults": faults, "segments": found, "hosts": hosts, "every": every,
+                     "checkpoint_every": checkpoint_every}  # fmt: skip
+    (folder / "goodput.json").write_text(json.dumps(record, indent=1))
+    draw(found, faults, said, folder / "goodput.png")
+    print(f"{100 * said['goodput']:.1f}% of {said['seconds']:.0f} s made progress")
+    for kind, spent in said["seconds per fault"].items():
+        print(f"{kind:10} {spent:6.2f} s per fault: {KINDS[kind]}")
+    for recovery in said["recoveries"]:
+        print(f"{recovery['fault']}: a step that counts after {recovery['seconds']:.1f} s")
+    print(f"{out}/goodput.json, {out}/goodput.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,64 @@
+"""`dynamiq-jax run`: starts a training script on several hosts, and again when a host dies."""
+
+import signal
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dynamiq_jax.commands.options import checked
+from dynamiq_jax.commands.run.beats import parse_hosts
+from dynamiq_jax.commands.run.supervisor import Settings, Supervisor
+
+Seconds = typer.Option(min=0.1)
+
+
+def command(
+    command: Annotated[
+        list[str],
+        typer.Argument(
+            help="After --. {coordinator}, {processes} and {process_id} in it are filled in."
+        ),
+    ],
+    hosts: Annotated[str, typer.Option(help="NAME:PORT of every host's supervisor, by commas.")],
+    host_id: Annotated[int, typer.Option(min=0, help="Which of the hosts this is, from 0.")],
+    min_hosts: Annotated[
+        int | None, typer.Option(min=1, help="Fewest hosts that train (default: a majority).")
+    ] = None,
+    silence: Annotated[
+        float, typer.Option(help="Seconds without a heartbeat after which a host is lost.")
+    ] = Settings.silence,
+    wait: Annotated[
+        float, typer.Option(help="Seconds to wait for missing hosts before the others start.")
+    ] = Settings.wait,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for --min-hosts hosts before giving up.")
+    ] = Settings.patience,
+    stall: Annotated[
+        float, typer.Option(help="Seconds without a step after which processes are restarted.")
+    ] = Settings.stall,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="Failures within a minute each, in a row, before giving up.")
+    ] = Settings.restarts,
+    events: Annotated[
+        Path | None, typer.Option(help="Append what happens to this file, as lines of JSON.")
+    ] = None,
+) -> None:
+    """Run a training script on several hosts, and start it again when a host dies.
+
+    Run it on every host with the same options but --host-id. When one process ends, all others end
+    within seconds, and the last line of each names the host and the cause. Then the processes start
+    again on the hosts that are left; the script goes on from its newest checkpoint. A host that
+    comes back is taken in.
+    """
+    addresses = checked("--hosts", parse_hosts, hosts)
+    least = min_hosts or len(addresses) // 2 + 1  # two halves of a cut network never both train
+    settings = checked(
+        "--hosts --host-id --min-hosts --silence --wait --patience --stall", Settings,
+        hosts=addresses, host=host_id, command=command, least=least, silence=silence, wait=wait,
+        patience=patience, stall=stall, restarts=restarts, events=events,
+    )  # fmt: skip
+    supervisor = Supervisor(settings)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, supervisor.leave)
+    raise typer.Exit(supervisor.run())

@@ -1,0 +1,184 @@
+"""`dynamiq-jax run`: whatever ends one host, all others end in time and name it; then they go on.
+
+Processes here are those of `supervised`, without JAX. `tests/release/test_training_goes_on.py` has
+trainings and links that are cut.
+"""
+
+import os
+import signal
+import time
+
+import goodput
+import pytest
+from cases import daily
+from supervised import Supervised
+
+from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode, parse_hosts
+from dynamiq_jax.commands.run.supervisor import Settings
+
+VICTIM = 1
+BEGUN = r"rank \d of 3 from"
+
+FAULTS = {
+    "killed": ("kill", r"host 1 \(127.0.0.1\): killed by SIGKILL"),
+    "stopped": ("stop", r"host 1 \(127.0.0.1\): its process is stopped \(SIGSTOP\)"),
+    "hangs": ("hang", r"host 1 \(127.0.0.1\): no step for 3 s, at step \d+, others at \d+"),
+    "ends with a status": ("exit", r"host 1 \(127.0.0.1\): ended with status 7: rank 1 of 3"),
+    "raises": ("raise", r"host 1 \(127.0.0.1\): ended with status 1: ZeroDivisionError: div"),
+    "wants memory": ("memory", r"host 1 \(127.0.0.1\): ended with status 1: MemoryError"),
+    "aborts": ("terminate", r"host 1 \(127.0.0.1\): killed by SIGABRT: rank 1"),
+    "a supervisor killed": (signal.SIGKILL, r"host 1 \(127.0.0.1\): no heartbeat for 2 s"),
+    "a supervisor stopped": (signal.SIGSTOP, r"host 1 \(127.0.0.1\): no heartbeat for 2 s"),
+    "told to end": (signal.SIGTERM, r"host 1 \(127.0.0.1\): told to end \(SIGTERM\)"),
+    "does not come": (None, r"host 1 \(127.0.0.1\) did not come within 3 s; 2 of 3 hosts"),
+}
+"""{name: what host 1 does, or the signal to its supervisor; the last line of the other hosts}"""
+
+QUICK = "--silence", "2", "--wait", "1", "--stall", "3"
+
+
+@pytest.mark.parametrize("fault", daily(FAULTS, ["killed", "a supervisor stopped"]))
+def test_the_last_line_of_every_other_host_names_host_and_cause(tmp_path, fault):
+    order, cause = FAULTS[fault]
+    options = *QUICK, "--restarts", "0", "--min-hosts", "3"
+    with Supervised(tmp_path, 3, *options, *(() if order else ("--patience", "3"))) as hosts:
+        if order is None:
+            hosts.start(0, 2)
+        else:
+            hosts.start()
+            hosts.until_said(BEGUN, seconds=30)
+            time.sleep(0.5)
+            if isinstance(order, str):
+                hosts.order(VICTIM, order)
+            else:
+                hosts.processes[VICTIM].send_signal(order)
+        assert hosts.statuses(0, 2) == [1, 1]
+        for i in (0, 2):
+            hosts.until_said(rf"{cause}.*\n\Z", i, seconds=1)
+        if order == signal.SIGSTOP:
+            hosts.processes[VICTIM].send_signal(signal.SIGCONT)
+            assert hosts.statuses(VICTIM) == [1]  # it has lost the others
+
+
+def test_hosts_go_on_without_a_dead_one_and_take_it_back(tmp_path):
+    with Supervised(tmp_path, 3, *QUICK[:4]) as hosts:
+        hosts.start()
+        hosts.until_said(BEGUN, seconds=30)
+        hosts.processes[0].kill()  # the first one: none is special
+        hosts.until_said(r"start \d+ with 2 hosts, without host 0 \(127.0.0.1\)\nrank", 1, 2)
+        hosts.start(0)
+        hosts.until_said(r"host 0 \(127.0.0.1\) came back: all save and start again", 1)
+        hosts.until_said(r"start \d+ with 3 hosts\nrank \d of 3 from [1-9]")
+        for i in range(3):
+            hosts.processes[i].send_signal(signal.SIGTERM)
+        assert hosts.statuses() == [143] * 3
+
+
+def test_a_run_ends_when_all_have_ended_well(tmp_path):
+    with Supervised(tmp_path, 3) as hosts:
+        hosts.command[-2:] = "30", "0.02"
+        hosts.start()
+        assert hosts.statuses(seconds=30) == [0, 0, 0]
+        assert hosts.last(1).endswith("the run has ended well")
+
+
+@pytest.mark.release
+def test_a_consequence_does_not_hide_the_cause(tmp_path):
+    """The others' processes end by themselves before the silence of host 1 is noticed."""
+    with Supervised(tmp_path, 3, *QUICK, "--restarts", "0") as hosts:
+        hosts.start()
+        hosts.until_said(BEGUN, seconds=30)
+        hosts.processes[VICTIM].kill()
+        hosts.order(0, "peer")
+        hosts.order(2, "peer")
+        assert hosts.statuses(0, 2) == [1, 1]
+        for i in (0, 2):
+            assert "host 1 (127.0.0.1): no heartbeat" in hosts.last(i)
+
+
+def test_groups_are_of_hosts_that_hear_each_other():
+    everyone = {0: (1, 2), 1: (0, 2), 2: (0, 1)}
+    assert connected(1, everyone) == (0, 1, 2)
+    one_way = everyone | {2: (0,)}  # host 2 does not hear host 1
+    assert connected(1, one_way) == (0, 1)
+    assert connected(2, one_way) == (0, 2)
+    assert connected(0, {0: ()}) == (0,)
+
+
+def test_foreign_datagrams_are_ignored():
+    beat = Beat(host=1, phase=Phase.RUNNING, generation=3, members=(0, 1), cause="x" * 5000)
+    datagram = beat.encode("mine")
+    assert decode(datagram, "mine", 2).members == (0, 1)
+    assert len(datagram) < 1400  # of one packet
+    others = [beat.encode("another"), b"\xff", b"[]", b"{}", b"[" * 60_000]
+    others += [datagram.replace(b"host", b"h"), datagram.replace(b"3,", b'"x",')]
+    for other in others:
+        assert decode(other, "mine", 2) is None
+    assert decode(datagram, "mine", 1) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host": 2}, "host_id=2 of 2 hosts: count from 0 to 1"),
+        ({"least": 3}, "min_hosts=3 of 2 hosts: give 1 to 2"),
+        ({"silence": 0.2}, "silence=0.2 s: give at least 0.5 s"),
+        ({"wait": 0}, "wait=0: give a positive number of seconds"),
+    ],
+)
+def test_bad_options_are_refused(options, message):
+    fields = {"hosts": parse_hosts("a:2000,b:2000"), "host": 0, "command": ["true"], "least": 2}
+    with pytest.raises(ValueError, match=message):
+        Settings(**fields | options)
+
+
+@pytest.mark.parametrize("text", ["a:2000", "a:2000,a:2000", "a,b:2000", "a:80,b:2000", "a:x,b:2"])
+def test_bad_lists_of_hosts_are_refused(text):
+    with pytest.raises(ValueError, match=r"hosts=.*(give|names a host twice)"):
+        parse_hosts(text)
+
+
+@pytest.mark.release
+def test_the_process_dies_with_its_supervisor(tmp_path):
+    command = ["sh", "-c", "echo pid $$; exec sleep 1000"]
+    with Supervised(tmp_path, 2, "--min-hosts", "1", command=command) as hosts:
+        hosts.start()
+        hosts.until_said(r"pid \d+", seconds=30)
+        pid = int(hosts.said(0).partition("pid ")[2].split()[0])
+        hosts.processes[0].kill()
+
+        def gone():
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return True
+            return False
+
+        hosts.until(gone, 5)
+
+
+def test_goodput_counts_every_second_once():
+    """Two generations; the fault at 20 comes 3 s after the last checkpoint."""
+    events = [{"event": "start", "time": 0.0}, {"event": "stage", "time": 1.0, "reached": "joined"}]
+    # The first step takes 4 s, all others 1 s: step n begins at 5 + n.
+    events += [{"event": "step", "time": 2.0, "reached": "0"}]
+    events += [{"event": "step", "time": 5.0 + n, "reached": str(n)} for n in range(1, 16)]
+    events += [{"event": "end", "time": t} for t in (20.5, 23.0)]
+    events = [event | {"generation": 1, "host": 0} for event in events]
+    after = [{"event": "start", "time": 26.0}]
+    after += [{"event": "stage", "time": 28.0, "reached": "joined"}]
+    after += [{"event": "step", "time": 29.0, "reached": "12"}]
+    after += [{"event": "step", "time": 31.0 + n, "reached": str(13 + n)} for n in range(5)]
+    events += [event | {"generation": 2, "host": 0} for event in after]
+    faults = [{"time": 20.0, "name": "host killed"}]
+    found = goodput.segments(events, faults, 5.0, 40.0)
+    said = goodput.summary(found, faults)
+    seconds = {kind: 35 * share for kind, share in said["share"].items()}
+    assert seconds == pytest.approx(
+        # Steps: from 5 to 17, when step 12 began, and from 30, when the second compiled, to 40.
+        {"steps": 22, "repeated": 3, "detection": 3, "gathering": 3, "start": 2, "restore": 1,
+         "compile": 1}
+    )  # fmt: skip
+    assert said["recoveries"] == [{"fault": "host killed", "seconds": pytest.approx(10)}]
+    for before, behind in zip(found, found[1:], strict=False):
+        assert before["end"] == behind["start"]
