@@ -30,8 +30,8 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
     "sharded jit", "nnx", "linen", "linen norm", "explicit", "meshes", "several hosts", "scan",
-    "fsdp", "fsdp state", "sequential", "scattered", "loss scaling", "weight", "budget", "grid",
-    "by path", "by step", "metrics",
+    "fsdp", "fsdp state", "sequential", "scattered", "loss scaling", "weight", "private", "budget",
+    "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -274,6 +274,7 @@ PRINTED = [
     (["sequential", "scattered"], r"loss 0\.", of_scattered),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
+    (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
     (["grid"], "", of_a_grid),
     (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",
      lambda found: finite(found["grads"]["hidden"]["kernel"])),
