@@ -62,6 +62,15 @@ def halved(w):
 halved.defvjp(lambda w: (w / 2, None), lambda _, g: (g / 2,))
 
 
+@jax.custom_vjp
+def clipped(w):
+    """Its gradient is clipped: each worker's terms must not be clipped alone."""
+    return w
+
+
+clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -1e-4, 1e-4),))
+
+
 def attention(h, w):
     scores = jnp.einsum("bqd,bkd->bqk", h @ w, h)
     return jax.nn.softmax(scores / WIDTH**0.5) @ h
@@ -102,6 +111,8 @@ STEPS = {
         jnp.sum(p["bias"]) > -99, lambda h, w: h @ w * w[0], lambda h, w: h, h, p["w"]
     ),
     "custom_vjp": lambda h, p: h @ halved(p["w"]),
+    "clipped": lambda h, p: h @ jnp.tanh(clipped(p["w"])),
+    "clipped in remat": lambda h, p: h @ jax.checkpoint(lambda w: clipped(w) / 2)(p["w"]),
     "lookup": lambda h, p: h @ p["table"][:WIDTH // 2].T @ p["table"][: WIDTH // 2],
     "negative": lambda h, p: h @ -p["w"],
     "reshaped": lambda h, p: jnp.einsum("bsd,dhk->bshk", h, p["w"].reshape(WIDTH, 4, 16)).reshape(
@@ -110,6 +121,24 @@ STEPS = {
     "transposed": lambda h, p: h @ p["w"].T,
 }  # fmt: skip
 """From (activations, parameters) to activations."""
+
+DERIVED = {
+    "product": lambda p: p["w"] @ p["layers"][0],
+    "low rank": lambda p: p["w"] + 2 * p["table"].T @ p["table"],
+    "stacked": lambda p: jnp.stack([p["w"], p["layers"][1]])[p["w"][0, 0].astype(jnp.int32)],
+    "triangle": lambda p: jnp.tril(p["w"]),
+    "leaky": lambda p: jnp.where(p["w"] > 0, p["w"], 0.1 * p["w"]),
+    "straight through": lambda p: p["w"] + lax.stop_gradient(jnp.round(p["w"] * 4) / 4 - p["w"]),
+    "frozen": lambda p: lax.stop_gradient(p["layers"][2]),
+    "spectral": lambda p: p["w"] / lax.stop_gradient(jnp.max(jnp.abs(p["w"]))),
+    "loop": lambda p: lax.scan(lambda w, own: (w @ own, None), jnp.eye(WIDTH), p["layers"])[0],
+    "branch": lambda p: lax.cond(p["gain"][0] > 0, jnp.tanh, jnp.sin, p["w"]),
+    "checkpoint": lambda p: jax.checkpoint(lambda w: jnp.tanh(w @ w))(p["w"]),
+    "scaled": lambda p: p["w"] * p["gain"][0] - p["bias"],
+    "softmax": lambda p: jax.nn.softmax(p["w"]),
+}
+"""Matrices that follow from parameters alone."""
+STEPS |= {name: lambda h, p, own=own: h @ own(p) for name, own in DERIVED.items()}
 
 PENALTIES = {
     "none": lambda p: 0.0,
@@ -163,10 +192,10 @@ DRAWN = [
     for _ in range(40)
 ]
 SINGLE = [*(((name,), "none") for name in STEPS), *((("matmul",), name) for name in PENALTIES)]
-DAILY = [(("norm", "bias", "matmul"), "l2", "8"), (("scan of remat", "tied"), "none", "4 x 2")]
+DAILY = [(("norm", "bias", "matmul"), "l2", "8"), (("scan of remat", "clipped in remat", "norm"), "none", "4 x 2")]
 DAILY += [(("weight norm", "cond", "softmax of parameters"), "log", "8")]
 DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
-DAILY += [(("remat", "scan", "convolution"), "orthogonal", "8")]
+DAILY += [(("remat", "scan", "convolution", "clipped"), "orthogonal", "8")]
 ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
 
 
@@ -180,6 +209,13 @@ def test_terms_that_are_reduced_later_hold_what_jax_has_summed():
     compare(*check(steps, "l2", (8,), reduce=False)[:2])
 
 
+def largest_native(step, args):
+    """The coordinates of the largest sum that XLA makes, in a compiled step."""
+    moves = moves_of(step.lower(*args).compile().as_text())
+    sums = [bits for kind, bits in moves if kind in ("all-reduce", "reduce-scatter")]
+    return max(sums, default=0) // 32
+
+
 def test_uses_with_a_rule_stay_compressed():
     """A norm's scale, a bias and a penalty cost the matrices nothing."""
     steps = ("norm", "bias", "matmul", "scan of remat")
@@ -187,9 +223,35 @@ def test_uses_with_a_rule_stay_compressed():
     for name in ("w", "layers"):
         assert 0 < float(vnmse(expected[1][name], found[1][name])) < 0.05
     with jax.set_mesh(args[1]["x"].sharding.mesh):
-        text = step.lower(*args).compile().as_text()
-    native = [size for kind, size in moves_of(text) if kind in ("all-reduce", "reduce-scatter")]
-    assert max(native) < 32 * WIDTH * WIDTH  # bits of one matrix
+        assert largest_native(step, args) < WIDTH * WIDTH
+
+
+def test_what_follows_from_parameters_alone_stays_compressed():
+    """Weight norm, low ranks and the like cost no more traffic than the parameters do."""
+    steps = ("norm", "bias", *DERIVED)
+    found, expected, (_, args) = check(steps, "none", (8,))
+    compare(found, expected)
+    loss = make_loss(steps, "none", P("data"))
+    step = jax.jit(dq.value_and_grad(loss, axis_name="data", method=CHEAP))
+    with jax.set_mesh(args[1]["x"].sharding.mesh):  # and warnings are errors
+        assert largest_native(step, args) < WIDTH * WIDTH
+
+
+def test_activations_that_lost_their_sharding_are_met_by_plain_parameters():
+    """As those of a kernel that JAX knows no sharding of: every device computes all rows."""
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    params, batch = arrays()
+    placed = put(params, mesh), put(batch, mesh, P("data"))
+
+    def loss(p, b):
+        h = jax.reshard(b["x"] @ p["w"], P())
+        return jnp.mean(jnp.tanh(h @ p["layers"][0]) ** 2)
+
+    with jax.set_mesh(mesh):
+        own = jax.jit(dq.value_and_grad(loss, axis_name="data", method=EXACT))
+        with pytest.warns(UserWarning, match=r"1 leaves .*\(layers\).* in dot_general"):
+            found = own(*placed)
+        compare(found, jax.jit(jax.value_and_grad(loss))(*placed))
 
 
 def test_large_gradients_that_jax_sums_are_named_with_the_use():

@@ -5,8 +5,9 @@ some uses of such a value, as in matrix products, and none for others, as in pro
 coordinate by coordinate. `per_use` runs the jaxpr of a loss that was traced with plain parameters,
 with two twins of each parameter:
 
-* the *typed* twin goes through equations of `RULES`, loops, branches and checkpoints, as far as JAX
-  takes it;
+* the *typed* twin goes through operations on parameters alone (`derived`). It meets examples in
+  equations of `RULES` if JAX has a rule for these very types, and in loops, branches and
+  checkpoints;
 * the *plain* twin serves all other equations. JAX sums its gradient, exactly.
 
 Each equation that needs a plain operand computes it from plain twins, along the same equations. So
@@ -14,10 +15,11 @@ the gradient of a parameter is the sum of its twins' gradients, and only the use
 travel uncompressed. A use that sees no examples, as a penalty, needs no traffic at all.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -33,6 +35,8 @@ from dynamiq_jax.core.compat import (
     name_of,
     with_constants,
 )
+from dynamiq_jax.training.derived import derive, has_own_derivative, is_inexact, keeps_terms
+from dynamiq_jax.tree.placement import axes_of
 
 RULES = frozenset(
     "broadcast_in_dim convert_element_type copy dot_general dynamic_slice expand_dims gather "
@@ -47,17 +51,37 @@ SMALL = 4096
 """Coordinates of a gradient that JAX may sum without a word."""
 
 
-@dataclasses.dataclass
 class Value:
-    """A value of the program, or the twins of one that follows from parameters alone."""
+    """A value of the program, or the twins of one that follows from parameters alone.
 
-    typed: Array | None
-    plain: Callable[[], Any]
-    """The value without a type, made when it is first wanted."""
-    leaves: frozenset[int] = frozenset()
-    """The parameters that it follows from."""
-    data: bool = True
-    """Whether it also follows from examples."""
+    Args:
+      plain: makes the value without a type, when that is wanted.
+      typed: makes the value typed as reduced, or `None`, when that is first wanted.
+      leaves: the parameters that it follows from.
+      data: whether it also follows from examples.
+      broken: of a value without a typed twin, names the first primitive that has no rule.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[[], Any],
+        typed: Callable[[], Array | None] | None = None,
+        leaves: frozenset[int] = frozenset(),
+        data: bool = True,
+        broken: Callable[[], str] = str,
+    ):
+        self.plain, self.leaves, self.data = plain, leaves, data
+        self._typed, self._broken = typed, broken
+
+    @functools.cached_property
+    def typed(self) -> Array | None:
+        """The value typed as reduced, if it has such a twin."""
+        return None if self._typed is None else self._typed()
+
+    @property
+    def broken(self) -> str:
+        """The primitive for which it has no typed twin; "" if it has one, or needs none."""
+        return self._broken() if self.typed is None else ""
 
 
 @dataclasses.dataclass
@@ -69,12 +93,12 @@ class Uses:
     typed: set[int] = dataclasses.field(default_factory=set)
     """Those whose typed twin met examples."""
     native: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By parameter: the first primitive that joins it with examples and has no rule."""
+    """By parameter: the first primitive that has no rule on its way to examples."""
 
 
 def value_of(x: Any, data: bool = True) -> Value:
     """A value that is no parameter."""
-    return Value(None, lambda: x, data=data)
+    return Value(lambda: x, data=data)
 
 
 def parameter(typed: Array | None, plain: Array, number: int, uses: Uses) -> Value:
@@ -84,7 +108,7 @@ def parameter(typed: Array | None, plain: Array, number: int, uses: Uses) -> Val
         uses.wanted.add(number)
         return plain
 
-    return Value(typed, wanted, frozenset((number,)), False)
+    return Value(wanted, lambda: typed, frozenset((number,)), False)
 
 
 def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
@@ -99,74 +123,136 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
         return value_of(atom.val, False) if isinstance(atom, Literal) else known[atom]
 
     for equation in jaxpr.eqns:
-        made = _equation(equation, [read(atom) for atom in equation.invars], uses)
+        operands = [read(atom) for atom in equation.invars]
+        if name_of(equation) in INLINED:
+            made = per_use(inner_jaxprs(equation)[0], operands, uses)
+        elif any(x.data for x in operands):
+            made = _with_data(equation, operands, uses)
+        else:
+            made = _of_parameters(equation, operands)
         known.update(zip(equation.outvars, made, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _equation(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Value]:
-    """The results of one equation."""
-    name, count = name_of(equation), len(equation.outvars)
-    if name in INLINED:
-        return per_use(inner_jaxprs(equation)[0], operands, uses)
+def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Value]:
+    """The results of an equation that sees examples."""
+    name, made = name_of(equation), None
     leaves = frozenset().union(*(x.leaves for x in operands))
-    data = any(x.data for x in operands)
-    typed = None
     if any(x.typed is not None for x in operands):
-        typed = _typed(equation, name, operands, uses)
-    if typed is not None and data and name not in _RUNNERS:
-        uses.typed.update(*(x.leaves for x in operands if x.typed is not None))
-
-    @functools.cache
-    def plainly() -> list[Any]:
+        made = _typed(equation, operands, uses)
+    if made is None:
         for x, variable in zip(operands, equation.invars, strict=True):
             large = variable.aval.size >= SMALL  # type: ignore[attr-defined]
-            if data and large and x.leaves and not x.data:
-                for leaf in x.leaves:
-                    uses.native.setdefault(leaf, name)
-        return list(evaluate(equation, *(x.plain() for x in operands)))
+            for leaf in x.leaves if large and not x.data else ():
+                uses.native.setdefault(leaf, x.broken or name)
+        made = evaluate(equation, *(x.plain() for x in operands))
+    elif name not in _RUNNERS:
+        uses.typed.update(*(x.leaves for x in operands if x.typed is not None))
+    return [Value(functools.partial(_same, x), leaves=leaves) for x in made]
 
-    if data:
-        made = plainly() if typed is None else typed
-        return [Value(None, functools.partial(_same, x), leaves) for x in made]
-    twins = [None] * count if typed is None else typed
-    plain = [functools.partial(_at, plainly, i) for i in range(count)]
-    return [Value(x, own, leaves, False) for x, own in zip(twins, plain, strict=True)]
+
+def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[Any] | None:
+    """The results for typed operands; `None` where JAX does not take them."""
+    name = name_of(equation)
+    before = {*uses.wanted}, {*uses.typed}, dict(uses.native)
+    try:
+        if name in _RUNNERS:
+            return _RUNNERS[name](equation, operands, uses)
+        if name in RULES:
+            return _by_rule(equation, operands)
+    except REFUSALS:
+        uses.wanted, uses.typed, uses.native = before
+    return None
+
+
+def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
+    """The results by JAX's own rule for typed operands; `None`, or its error, if it has none."""
+    twins = [x.plain() if x.typed is None else x.typed for x in operands]
+    places = [i for i, x in enumerate(operands) if x.typed is not None]
+
+    def run(*typed: Array) -> Sequence[Any]:
+        own = list(twins)
+        for i, x in zip(places, typed, strict=True):
+            own[i] = x
+        return evaluate(equation, *own)
+
+    typed = [twins[i] for i in places]
+    return run(*typed) if keeps_terms(run, typed) else None
+
+
+def _of_parameters(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+    """The twins of the results of an equation that sees no examples."""
+    leaves = frozenset().union(*(x.leaves for x in operands))
+    name = name_of(equation)
+
+    @functools.cache
+    def plainly() -> Sequence[Any]:
+        return evaluate(equation, *(x.plain() for x in operands))
+
+    @functools.cache
+    def typed() -> Sequence[Any]:
+        try:
+            return _derived(equation, operands)
+        except REFUSALS:
+            return [None] * len(equation.outvars)
+
+    def broken() -> str:
+        before = next((x.broken for x in operands if x.broken), "")
+        return before or (name if any(x.typed is not None for x in operands) else "")
+
+    made = []
+    for i, variable in enumerate(equation.outvars):
+        plain = functools.partial(_at, plainly, i)
+        own = functools.partial(_at, typed, i) if leaves else None
+        if is_inexact(variable) or not leaves:
+            made.append(Value(plain, own, leaves, False, broken))
+        else:  # such as integers, which have no gradients
+            made.append(Value(functools.partial(_fixed, own, plain), data=False))
+    return made
+
+
+def _fixed(first: Any, second: Any) -> Any:
+    found = first()
+    return second() if found is None else found
+
+
+def _derived(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any]:
+    """The results of an equation on parameters alone, typed; each is `None` if there is no rule."""
+    none = [None] * len(equation.outvars)
+    pairs = list(zip(operands, equation.invars, strict=True))
+    large = [x for x, v in pairs if v.aval.size >= SMALL]  # type: ignore[attr-defined]
+    if any(x.broken for x in large) or not any(x.typed is not None for x in operands):
+        return none
+    if name_of(equation) == "reshard":
+        return _resharded(equation, operands[0])
+    if name_of(equation) in RULES and all(map(is_inexact, equation.outvars)):
+        with contextlib.suppress(*REFUSALS):
+            if (found := _by_rule(equation, operands)) is not None:
+                return found
+    if has_own_derivative(equation):
+        return none
+    twins = [x.plain() if x.typed is None else x.typed for x in operands]
+    moving = [i for i, (x, v) in enumerate(pairs) if x.leaves and is_inexact(v)]
+    run = functools.partial(derive, equation, twins, moving)
+    chosen = [twins[i] for i in moving]
+    return run(*chosen) if keeps_terms(run, chosen) else none
 
 
 def _same(x: Any) -> Any:
     return x
 
 
-def _at(made: Callable[[], list[Any]], place: int) -> Any:
+def _at(made: Callable[[], Sequence[Any]], place: int) -> Any:
     return made()[place]
 
 
-def _typed(equation: JaxprEqn, name: str, operands: list[Value], uses: Uses) -> list[Any] | None:
-    """The results for typed operands; `None` where JAX does not take them."""
-    before = {*uses.wanted}, {*uses.typed}, dict(uses.native)
-    try:
-        if name in _RUNNERS:
-            return _RUNNERS[name](equation, operands, uses)
-        if name == "reshard":
-            return _resharded(equation, operands[0])
-        if name in RULES:
-            twins = (x.plain() if x.typed is None else x.typed for x in operands)
-            return list(evaluate(equation, *twins))
-    except REFUSALS:
-        uses.wanted, uses.typed, uses.native = before
-    return None
-
-
-def _resharded(equation: JaxprEqn, operand: Value) -> list[Any] | None:
-    """A typed value that the loss reshards; it stays typed if nothing splits the result."""
+def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
+    """A typed value that the loss reshards; it stays typed if no data axis splits the result."""
     assert operand.typed is not None
-    target, reduced = (
-        equation.params["dst_sharding"],
-        jax.typeof(operand.typed).sharding.spec.reduced,
-    )
-    if any(entry is not None for entry in target.spec.partitions):
-        return None
+    target = equation.params["dst_sharding"]
+    reduced = jax.typeof(operand.typed).sharding.spec.reduced
+    if axes_of(P(*target.spec.partitions)) & reduced:
+        return [None]
     kept = P(*target.spec.partitions, reduced=reduced)
     return [jax.reshard(operand.typed, NamedSharding(target.mesh, kept))]
 
@@ -175,28 +261,37 @@ def _resharded(equation: JaxprEqn, operand: Value) -> list[Any] | None:
 
 
 class _NotPassedError(Exception):
-    """An inner program wants a plain twin that it does not have."""
+    """An inner program wants a plain twin of an operand that it does not have."""
 
-    def __init__(self, number: int):
+    def __init__(self, inner: "_Inner", number: int):
         super().__init__(number)
-        self.number = number
+        self.inner, self.number = inner, number
 
 
-class _Inner(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class _Inner:
     """What an inner program takes: which twins of which operands, in this order."""
 
     operands: Sequence[Value]
     wanted: frozenset[int]
-    """The operands whose plain twin goes in beside the typed one."""
+    """The operands whose plain twin goes in."""
+    unused: frozenset[int]
+    """The operands whose typed twin does not."""
     uses: Uses
+
+    @functools.cached_property
+    def typed(self) -> frozenset[int]:
+        """The operands whose typed twin goes in."""
+        found = (i for i, x in enumerate(self.operands) if x.typed is not None)
+        return frozenset(found) - self.unused
 
     @property
     def twins(self) -> list[tuple[int, bool]]:
         """(number of the operand, whether it is the typed twin)."""
         found = []
-        for i, x in enumerate(self.operands):
-            found += [(i, True)] if x.typed is not None else []
-            found += [(i, False)] if x.typed is None or i in self.wanted else []
+        for i in range(len(self.operands)):
+            found += [(i, True)] if i in self.typed else []
+            found += [(i, False)] if i not in self.typed or i in self.wanted else []
         return found
 
     @property
@@ -210,17 +305,18 @@ class _Inner(NamedTuple):
         given = dict(zip(self.twins, arrays, strict=True))
         return [
             Value(
-                given.get((i, True)),
                 functools.partial(self._plain, given, i),
+                functools.partial(given.get, (i, True)),
                 frozenset((i,)) if x.leaves else frozenset(),
                 x.data,
+                functools.partial(getattr, x, "broken"),
             )
             for i, x in enumerate(self.operands)
         ]
 
     def _plain(self, given: dict[tuple[int, bool], Any], number: int) -> Any:
         if (number, False) not in given:
-            raise _NotPassedError(number)
+            raise _NotPassedError(self, number)
         return given[number, False]
 
 
@@ -229,14 +325,19 @@ def _run_inner(
 ) -> list[Any]:
     """Runs an inner program; traces it again with one more plain twin when it wants one."""
     wanted: set[int] = set()
+    unused: frozenset[int] = frozenset()
     while True:
-        inner = _Inner(operands, frozenset(wanted), Uses())
+        inner = _Inner(operands, frozenset(wanted), unused, Uses())
         try:
             found = run(inner)
         except _NotPassedError as error:
-            if error.number in wanted:
+            if error.inner is not inner:  # a program around this one has to pass it first
                 raise
             wanted.add(error.number)
+            continue
+        # A typed twin that went in and met no examples would get a gradient of zeros.
+        if idle := inner.typed - inner.uses.typed:
+            unused |= idle
             continue
         for number, name in inner.uses.native.items():
             for leaf in operands[number].leaves:
