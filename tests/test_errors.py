@@ -387,3 +387,11 @@ def test_what_is_no_number_of_workers(case):
             function(np.ones(3), n)
     for number in (np.int64(2), jax.device_put(np.int32(2))):
         assert type(dq.explain(np.ones(3), number, verbose=False).n_workers) is int
+
+
+def test_a_parameter_that_is_no_array_is_named_with_a_remedy():
+    """Modules of equinox have functions among their leaves."""
+    loss = lambda p, x: jnp.mean(p["act"](x @ p["w"]))
+    params, x = {"w": jnp.ones((8, 8)), "act": jnp.tanh}, jnp.ones((8, 8))
+    with pytest.raises(TypeError, match=r"\['act'\] is a .*, not an array: .*eqx.partition"):
+        dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data")(params, x)

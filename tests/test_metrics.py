@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
 
@@ -66,3 +67,23 @@ def test_mixture_has_the_papers_magnitudes():
     assert np.std(log[log > -7.5]) == pytest.approx(1.22, abs=0.05)
     correlation = np.mean(x[0] * x[1]) / np.sqrt(np.mean(x[0] ** 2) * np.mean(x[1] ** 2))
     assert abs(correlation) < 0.02
+
+
+@pytest.mark.filterwarnings("ignore:.*error of a super-group")
+@pytest.mark.parametrize(("bits", "trusted"), [(5, True), (2.5, False)])
+def test_what_estimates_of_the_error_are_worth(bits, trusted):
+    """Near at 5 bits; where they are above 0.3 they say that they are too low, and are."""
+    n, size = 13, 30_001
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((n, size)), jnp.float32)
+    exact = np.asarray(x, np.float64).mean(0)
+    method = dq.Compression(dq.DynamiQ(bits=bits), topology=dq.Ring(), min_bucket_bytes=0)
+    run = lambda x: dq.reduce(x, "d", op="mean", method=method, metrics=True)
+    found = jax.jit(jax.vmap(run, axis_name="d"))(x)
+    told = dq.explain(jax.ShapeDtypeStruct((size,), "float32"), n, method=method, verbose=False)
+    error = np.sum((np.asarray(found.tree[0], np.float64) - exact) ** 2) / np.sum(exact**2)
+    estimates = told.relative_error, float(found.metrics.vnmse[0])
+    if trusted:
+        assert all(0.5 * error < x < 2 * error for x in estimates), (error, estimates)
+    else:
+        assert all(0.3 < x < error for x in estimates), (error, estimates)
+    assert ("above 0.3 this is too low" in str(told)) == (not trusted)

@@ -322,10 +322,19 @@ def _in_context(
 def _check_params(params: Any) -> None:
     """Refuses parameters that have no gradient, as `jax.grad` does."""
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
-            name = jax.tree_util.keystr(path)
+        name = jax.tree_util.keystr(path)
+        try:
+            kind = jax.typeof(x)
+        except TypeError:
             raise TypeError(
-                f"parameter {name} is {jax.typeof(x)}, which has no gradient; pass it in an "
+                f"parameter {name} is a {type(x).__name__}, not an array: pass the arrays of a "
+                "model alone. Of an equinox module these are params, static = "
+                "eqx.partition(model, eqx.is_inexact_array), and the loss calls "
+                "eqx.combine(params, static)"
+            ) from None
+        if not jnp.issubdtype(kind.dtype, jnp.inexact):
+            raise TypeError(
+                f"parameter {name} is {kind}, which has no gradient; pass it in an "
                 "argument of the loss that argnums= does not name, and of a Flax model "
                 "nnx.state(model, nnx.Param)"
             )
