@@ -33,6 +33,7 @@ from dynamiq_jax.core.compat import (
     name_of,
     with_constants,
 )
+from dynamiq_jax.tree.placement import axes_of
 
 RULES = frozenset(
     "broadcast_in_dim convert_element_type copy dot_general dynamic_slice expand_dims gather "
@@ -150,12 +151,30 @@ def _typed(equation: JaxprEqn, name: str, operands: list[Value], uses: Uses) -> 
             return _RUNNERS[name](equation, operands, uses)
         if name == "reshard":
             return _resharded(equation, operands[0])
+        if name == "dot_general" and not _splits_terms(equation, operands):
+            return None
         if name in RULES:
             twins = (x.plain() if x.typed is None else x.typed for x in operands)
             return list(evaluate(equation, *twins))
     except REFUSALS:
         uses.wanted, uses.typed, uses.native = before
     return None
+
+
+def _splits_terms(equation: JaxprEqn, operands: list[Value]) -> bool:
+    """Whether a product of a typed value has terms: the other operand is split over its axes.
+
+    Otherwise all workers compute the same, and the derivative cannot be unreduced. Flash attention
+    by cuDNN has such results, whose type does not say how they are split.
+    """
+    typed = next(x.typed for x in operands if x.typed is not None)
+    reduced = jax.typeof(typed).sharding.spec.reduced
+    split = [
+        axes_of(P(*jax.typeof(x.plain()).sharding.spec.partitions))
+        for x in operands
+        if x.typed is None
+    ]
+    return not reduced or any(reduced <= axes for axes in split)
 
 
 def _resharded(equation: JaxprEqn, operand: Value) -> list[Any] | None:

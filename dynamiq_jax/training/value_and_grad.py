@@ -21,6 +21,7 @@ from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
 from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import Deferred
+from dynamiq_jax.tree.placement import check_nodes
 
 
 def value_and_grad(
@@ -320,7 +321,8 @@ def _in_context(
 
 
 def _check_params(params: Any) -> None:
-    """Refuses parameters that have no gradient, as `jax.grad` does."""
+    """Refuses parameters that have no gradient, as `jax.grad` does, and nodes without specs."""
+    check_nodes(params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
         try:
