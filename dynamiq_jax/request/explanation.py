@@ -49,7 +49,6 @@ class Explanation:
       bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
       relative_error: about the |error|² / |sum|² of super-groups of little energy, see
         `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
-        Above 0.3 it is too low, by up to half: at 2.5 bits over a ring of 13 it says 3.6 of 6.
       advice: what to do where that is too much; `None` if it is not.
       ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
         nothing is compressed, or where a method does not scatter. With a rate, wire times, too.
@@ -76,8 +75,6 @@ class Explanation:
         caption = [self.method]
         if self.relative_error is not None:
             error = f"about {self.relative_error:.2g}, of the worst up to three times that"
-            if self.relative_error > 0.3:
-                error += "; above 0.3 this is too low"
             caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
         if self.advice is not None:
             caption.append(self.advice)
