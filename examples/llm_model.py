@@ -153,6 +153,8 @@ class Attention(nnx.Module):
         attended = jax.nn.dot_product_attention(
             q, k, heads(self.v(x)), is_causal=True, implementation=self.implementation
         )
+        if jax.typeof(q).sharding.mesh.explicit_axes:  # cuDNN's results do not say how they lie
+            attended = jax.reshard(attended, jax.typeof(q).sharding)
         return self.o(attended.reshape(*x.shape[:2], -1))
 
 

@@ -11,6 +11,7 @@ from typing import get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from test_drop_in import COLLECTIVES
@@ -387,3 +388,42 @@ def test_what_is_no_number_of_workers(case):
             function(np.ones(3), n)
     for number in (np.int64(2), jax.device_put(np.int32(2))):
         assert type(dq.explain(np.ones(3), number, verbose=False).n_workers) is int
+
+
+def test_a_parameter_that_is_no_array_is_named_with_a_remedy():
+    """Modules of equinox have functions among their leaves."""
+    loss = lambda p, x: jnp.mean(p["act"](x @ p["w"]))
+    params, x = {"w": jnp.ones((8, 8)), "act": jnp.tanh}, jnp.ones((8, 8))
+    with pytest.raises(TypeError, match=r"\['act'\] is a .*, not an array: .*eqx.partition"):
+        dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data")(params, x)
+
+
+@jax.tree_util.register_pytree_node_class
+class Strict:
+    """A node that checks its children wherever it is built."""
+
+    def __init__(self, w):
+        assert hasattr(w, "shape"), f"not an array: {w!r}"
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, aux, children):
+        return cls(*children)
+
+
+def test_nodes_that_check_their_children_are_taken_where_psum_takes_them_and_else_named():
+    tree = Strict(jnp.ones((8, 4096)))
+    run = lambda t: dq.pmean(t, "data").w
+    mapped = jax.shard_map(run, mesh=auto_mesh(), in_specs=P("data"), out_specs=P())
+    assert float(jax.jit(mapped)(tree).sum()) == 4096
+    grad_fn = dq.value_and_grad(lambda p, x: jnp.mean(x @ p.w), mesh=auto_mesh(), axis_name="data")
+    rule = dq.optax.sharded(optax.sgd(0.1), "data")
+    for call, *args in (
+        (grad_fn, tree, jnp.ones((8, 8))),
+        (dq.optax.init, rule, tree, auto_mesh()),
+    ):
+        with pytest.raises(TypeError, match="(?s)no array in Strict.__init__ .*takes any child"):
+            call(*args)

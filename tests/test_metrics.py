@@ -4,9 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 
+import dynamiq_jax as dq
 from dynamiq_jax.commands.synthetic import lognormal_mixture
-from dynamiq_jax.methods.metrics import vnmse, worst_leaf_error
+from dynamiq_jax.methods.metrics import (
+    BucketMetrics,
+    PayloadFacts,
+    summarise,
+    vnmse,
+    worst_leaf_error,
+)
 
 ZERO, ONE = np.zeros(3, np.float32), np.ones(3, np.float32)
 TREE = {"a": np.float32([3, 4]), "b": [np.float32([[0, 12]]), np.float32(2)]}
@@ -66,3 +74,43 @@ def test_mixture_has_the_papers_magnitudes():
     assert np.std(log[log > -7.5]) == pytest.approx(1.22, abs=0.05)
     correlation = np.mean(x[0] * x[1]) / np.sqrt(np.mean(x[0] ** 2) * np.mean(x[1] ** 2))
     assert abs(correlation) < 0.02
+
+
+ESTIMATED = [
+    (bits, topology, n)
+    for bits in (2.5, 3.5, 5)
+    for topology in (dq.Ring(), dq.Butterfly(), dq.Direct())
+    for n in (4, 13)
+    if (topology, n) != (dq.Butterfly(), 13)
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*error of a super-group")
+@pytest.mark.parametrize(
+    ("bits", "topology", "n"),
+    daily(ESTIMATED, [(2.5, dq.Ring(), 13), (2.5, dq.Butterfly(), 4), (5, dq.Direct(), 13)]),
+    ids=lambda part: str(part) if isinstance(part, int | float) else type(part).__name__,
+)
+def test_estimates_of_the_error_are_near_the_measured_one(bits, topology, n):
+    """Also where a later encoding sends errors of earlier ones, and the result is mostly error."""
+    size = 2**15
+    x = np.random.default_rng(0).standard_normal((n, size)).astype(np.float32)
+    exact = x.astype(np.float64).mean(0)
+    method = dq.Compression(dq.DynamiQ(bits=bits), topology=topology, min_bucket_bytes=0)
+    run = lambda x: dq.reduce(x, "d", op="mean", method=method, metrics=True)
+    found = jax.jit(jax.vmap(run, axis_name="d"))(x)
+    told = dq.explain(jax.ShapeDtypeStruct((size,), "float32"), n, method=method, verbose=False)
+    error = np.sum((np.asarray(found.tree[0], np.float64) - exact) ** 2) / np.sum(exact**2)
+    for estimate in (told.relative_error, float(found.metrics.vnmse[0])):
+        assert 0.7 < estimate / error < 1.7, (error, estimate)
+
+
+@pytest.mark.parametrize(
+    ("error", "norm", "expected"),
+    [(6.0, 7.0, 6.0), (7.0, 7.0, np.inf), (0.0, 0.0, 0.0), (0.1, np.nan, np.nan), (0.0, 2.0, 0.0)],
+)
+def test_the_estimate_is_relative_to_the_sum_without_its_error(error, norm, expected):
+    """Unbiased errors add to |result|²; where they are all of it, nothing is known of the sum."""
+    bucket = BucketMetrics(PayloadFacts(error=error), norm, 0.0)
+    found = summarise([bucket], bits_per_coord=2.5, wire_bytes=1)
+    np.testing.assert_allclose(found.vnmse, expected, rtol=1e-6)

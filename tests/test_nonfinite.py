@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal
-from cases import EVERY_METHOD, LOOP, METHODS, Row, daily, first_state, stepper
+from cases import EVERY_METHOD, LOOP, METHODS, Row, daily, first_state, small, stepper
 from workers import gradient
 
+import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 
 N, SIZE = 4, 4 * 8 * 256 - 77
@@ -172,3 +173,16 @@ def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
         assert np.all(np.isfinite(steps(inputs())))
     steps.state = fresh
     np.testing.assert_array_equal(steps(np.zeros((N, SIZE))), 0)
+
+
+@pytest.mark.parametrize(("dtype", "large", "mean"), [
+    ("float16", 2e4, 2e4), ("bfloat16", 2e38, 4.24e37), ("float32", 2e38, 4.24e37),
+])  # fmt: skip
+def test_sums_beyond_the_largest_number_end_there(dtype, large, mean):
+    """Of f16 only the mean has to fit; those of bf16 and f32 end at the largest number of bf16."""
+    x = jnp.full((8, 8192), large, dtype)
+    method = small(dq.DynamiQ())
+    run = jax.jit(jax.vmap(lambda x: dq.pmean(x, "d", method=method), axis_name="d"))
+    found = np.asarray(run(x), np.float64)
+    assert np.isfinite(found).all()
+    np.testing.assert_allclose(found.mean(), mean, rtol=0.02)

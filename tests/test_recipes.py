@@ -29,9 +29,9 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
-    "sharded jit", "nnx", "linen", "linen norm", "explicit", "meshes", "several hosts", "scan",
-    "fsdp", "fsdp state", "sequential", "scattered", "loss scaling", "weight", "private", "budget",
-    "grid", "by path", "by step", "metrics",
+    "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm", "explicit",
+    "meshes", "several hosts", "scan", "fsdp", "fsdp state", "sequential", "scattered",
+    "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
 
@@ -84,6 +84,11 @@ def finite(x):
 def part(x):
     """The shape of what a device holds."""
     return x.addressable_shards[0].data.shape
+
+
+def split(state):
+    """Whether masters of sharded updates are split over the workers."""
+    return part(state.masters["hidden"]["kernel"]) != state.masters["hidden"]["kernel"].shape
 
 
 def alike(tree):
@@ -274,6 +279,8 @@ PRINTED = [
     (["sequential", "scattered"], r"loss 0\.", of_scattered),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
+    (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
+    (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
     (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
     (["grid"], "", of_a_grid),
     (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
+from dynamiq_jax.tree.placement import check_nodes
 
 Tree = TypeVar("Tree")
 
@@ -72,6 +73,7 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
       The state, placed as `state_specs` says. Of `jax.ShapeDtypeStruct`s it has the shapes, dtypes
       and shardings, and nothing is allocated: a tree to restore a checkpoint onto.
     """
+    check_nodes(params)
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     around = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if traced else jax.set_mesh(mesh)

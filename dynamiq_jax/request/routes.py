@@ -13,7 +13,7 @@ from jaxtyping import Float
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
-from dynamiq_jax.methods.metrics import PayloadFacts
+from dynamiq_jax.methods.metrics import PayloadFacts, compounded
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket
 
@@ -157,9 +157,9 @@ class TwoLevels(Method):
     def relative_error(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> float | None:
-        """The sum over all encodings, of both levels."""
+        """The error of all encodings, of both levels one after the other."""
         errors = [self.method.relative_error(*part) for part in self._parts(n_workers)]
-        return None if None in errors else sum(cast(list[float], errors))
+        return None if None in errors else compounded(cast(list[float], errors))
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"

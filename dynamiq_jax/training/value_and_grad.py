@@ -21,6 +21,7 @@ from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
 from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import Deferred
+from dynamiq_jax.tree.placement import check_nodes
 
 
 def value_and_grad(
@@ -320,12 +321,22 @@ def _in_context(
 
 
 def _check_params(params: Any) -> None:
-    """Refuses parameters that have no gradient, as `jax.grad` does."""
+    """Refuses parameters that have no gradient, as `jax.grad` does, and nodes without specs."""
+    check_nodes(params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact):
-            name = jax.tree_util.keystr(path)
+        name = jax.tree_util.keystr(path)
+        try:
+            kind = jax.typeof(x)
+        except TypeError:
             raise TypeError(
-                f"parameter {name} is {jax.typeof(x)}, which has no gradient; pass it in an "
+                f"parameter {name} is a {type(x).__name__}, not an array: pass the arrays of a "
+                "model alone. Of an equinox module these are params, static = "
+                "eqx.partition(model, eqx.is_inexact_array), and the loss calls "
+                "eqx.combine(params, static)"
+            ) from None
+        if not jnp.issubdtype(kind.dtype, jnp.inexact):
+            raise TypeError(
+                f"parameter {name} is {kind}, which has no gradient; pass it in an "
                 "argument of the loss that argnums= does not name, and of a Flax model "
                 "nnx.state(model, nnx.Param)"
             )

@@ -196,6 +196,22 @@ def flat_specs(
     return flat
 
 
+def check_nodes(tree: Any) -> None:
+    """Refuses pytree nodes that take arrays alone as children: specs must fit in, too."""
+    try:
+        jax.tree.map(lambda _: P(), tree)
+    except Exception as error:
+        frame = error.__traceback__
+        while frame is not None and frame.tb_next is not None:
+            frame = frame.tb_next
+        place = "" if frame is None else f" in {frame.tb_frame.f_code.co_qualname}"
+        raise TypeError(
+            f"a pytree node of the parameters refuses a child that is no array{place} "
+            f"({type(error).__name__}: {error}). JAX asks that tree_unflatten takes any child; "
+            "check arrays in a function that users call, not where JAX rebuilds the node"
+        ) from error
+
+
 def misfit_of(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
     """Where a tree that is no prefix of ``tree`` differs from it first."""
     told, leaves = (

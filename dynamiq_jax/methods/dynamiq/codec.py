@@ -123,8 +123,9 @@ def expected_error(
 ) -> Float[Array, ""]:
     """Expected |error|² of an all-reduced sum whose encoded part has the squared norm ``norm``.
 
-    The sink's error is in proportion to ``norm``, that of the other stages to the energies of what
-    the workers add up. ``errors`` are `Stage.error` of every stage.
+    The errors of all stages but the sink's are in proportion to the energies of what the workers
+    add up, and to earlier errors (`methods.metrics.compounded`). The sink's error is in proportion
+    to what it encodes; ``norm`` holds both. ``errors`` are `Stage.error` of every stage.
     """
     table = jnp.asarray(
         [pk.distortion(layout.fmt, w) if w in layout.fmt.widths else 0.0 for w in range(17)],
@@ -137,8 +138,12 @@ def expected_error(
         share * rows * jnp.sum(table[stage_widths(plan, layout, i)] * plan.energy)
         for i, share in enumerate(errors)
     ]
-    coherence = norm / jnp.where(energy > 0, energy, 1.0)
-    return sum(parts[:-1], start=jnp.float32(0)) + parts[-1] * coherence
+    # Of each stage, relative to what it encodes: the energies, or in the sink their sum.
+    *hops, sink = (part / jnp.where(energy > 0, energy, 1.0) for part in parts)
+    arrived = jnp.float32(0)
+    for hop in hops:  # (1 + arrived)(1 + hop) - 1, without loss where both are small
+        arrived = arrived + hop + arrived * hop
+    return arrived * energy + norm * sink / (1 + sink)
 
 
 def coords_by_width(plan: Plan, layout: Layout) -> Float[Array, " 17"]:

@@ -254,7 +254,7 @@ class DynamiQ(HopMethod, ShardedMethod):
 
         It supposes Gaussian gradients that are unrelated between workers. Related ones err less,
         and those that cancel in the sum err more (docs/algorithm.md, section 3). Models that were
-        trained with more than 0.35 (with dither 0.12) lost half a percent of loss and more.
+        trained with more than 0.38 (with dither 0.124) lost half a percent of loss and more.
         """
         assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error
