@@ -290,12 +290,16 @@ def on_mesh(t: Training, checkpoint: bool, text: str, *, kind: str) -> Way:
 
 
 def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, *, how: str) -> Way:
-    """`dq.optax.sharded` after the backward pass, in it, or outside of maps."""
+    """`dq.optax.sharded` after the backward pass, in it, or outside of maps.
+
+    "dear": in it, and differences of parameters travel beside the next step's forward pass.
+    """
     mesh = explicit(t) if how == "explicit" else t.mesh
     model, axes = t.make_model(checkpoint and how != "layers"), t.axes
     model = model.on_explicit(axes) if how == "explicit" else model
     told = {"method": t.request(text)}
     moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
+    moves |= {"deferred": how == "dear"}
     optimizer = dq.optax.sharded(t.optimizer, axes, **told, **moves)
     with jax.set_mesh(mesh):
         inner = jax.eval_shape(optimizer.init, placed(model.shapes, mesh, P()))
@@ -309,11 +313,11 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
         updates, inner = optimizer.update(grads, inner, copies)
         return (optax.apply_updates(copies, updates), inner), loss
 
-    def scattered(masters: Any, copies: Any, tokens: Array) -> Array:
+    def scattered(masters: Any, copies: Any, pending: Any, tokens: Array) -> Any:
         options = {"specs": specs.masters, **told}
         if how == "layers":
             return in_layers(model, axes, checkpoint, **options)(masters, tokens, copies)
-        options |= {"copies": copies}
+        options |= {"copies": copies, "pending": pending}
         return dq.sequential(model.functions, masters, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:
@@ -321,8 +325,11 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
         if how == "after":
             varying = lax.pcast(copies, axes, to="varying")
             loss, grads = jax.value_and_grad(model.loss)(varying, tokens)
+        elif how == "dear":
+            both = jax.value_and_grad(scattered, has_aux=True)
+            (loss, copies), grads = both(inner.masters, copies, inner.pending, tokens)
         else:
-            loss, grads = jax.value_and_grad(scattered)(inner.masters, copies, tokens)
+            loss, grads = jax.value_and_grad(scattered)(inner.masters, copies, None, tokens)
         return update(copies, inner, lax.pmean(loss, axes), grads)
 
     def outside(state: State, tokens: Array) -> tuple[State, Array]:
@@ -331,7 +338,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
 
     state = P(), specs
     step = outside if how == "explicit" else t.map(own, (state, P(mesh.axis_names)), (state, P()))
-    read = lambda state: (state[1].masters, state[0])
+    read = lambda state: (state[1].masters, dq.optax.gathered(*state, mesh=mesh))
     like = placed((jax.eval_shape(t.cast, model.shapes), inner), mesh, state)
     return Way(model, mesh, init, like, step, read, compiler_options())
 
@@ -449,6 +456,7 @@ KINDS = {
     "bf16-zero": Kind(zero_by_hand, (), "ZeRO-1 by lax.psum_scatter and lax.all_gather"),
     "zero": Kind(partial(sharded_updates, how="after"), ZERO, "dq.optax.sharded"),
     "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.sequential"),
+    "zero-dear": Kind(partial(sharded_updates, how="dear"), ZERO, "the same, in DeAR's order"),
     "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after reduce_in_backward"),
     "zero-explicit": Kind(partial(sharded_updates, how="explicit"), ZERO, "after value_and_grad"),
     "xla-fsdp": Kind(partial(fsdp, how="xla"), (), "shards under jax.jit"),

@@ -245,27 +245,36 @@ def test_both_passes_gather_the_same_bits(key, reshard):
         assert 1e-4 < np.linalg.norm(grad - own) / np.linalg.norm(own) < 0.2
 
 
-@pytest.mark.parametrize("gather", [F32, SOME], ids=["exact", "dynamiq"])
-def test_gathers_travel_beside_functions(gather):
-    """When a layer is reached, in both passes, a gather has begun that it takes nothing of."""
-    params, examples = problem()
-    mapped = over_workers(jax.grad(of_shards(REMAT, gather=gather)), SHARDS)
-    traced = jax.make_jaxpr(mapped)(params, examples)
+def gathers_ahead(traced):
+    """What each layer finds, in the order of the program of a map, and how many gathers it has.
+
+    How many gathers have begun that the layer takes nothing of, and of how many it takes something.
+    """
     (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
-    made, begun, ahead = {}, set(), []
+    made, begun, ahead, waits = {}, set(), [], []
     for e in mapped.params["jaxpr"].eqns:
         comes = [set() if hasattr(v, "val") else made.get(v, set()) for v in e.invars]
         if e.primitive.name == "optimization_barrier":  # each result is its operand
             made |= zip(e.outvars, comes, strict=True)
             continue
-        if e.primitive.name == "all_gather":
+        if "all_gather" in e.primitive.name:
             comes.append({id(e)})
             begun.add(id(e))
         shapes = [v.aval.shape for v in e.invars]
         if e.primitive.name in ("dot_general", "remat", "remat2", "checkpoint"):
             if (DIM, DIM) in shapes:  # a layer's product, or all of its backward pass
                 ahead.append(len(begun.difference(*comes)))
+                waits.append(len(set().union(*comes)))
         made |= dict.fromkeys(e.outvars, set().union(*comes))
+    return ahead, waits, len(begun)
+
+
+@pytest.mark.parametrize("gather", [F32, SOME], ids=["exact", "dynamiq"])
+def test_gathers_travel_beside_functions(gather):
+    """When a layer is reached, in both passes, a gather has begun that it takes nothing of."""
+    params, examples = problem()
+    mapped = over_workers(jax.grad(of_shards(REMAT, gather=gather)), SHARDS)
+    ahead, _, _ = gathers_ahead(jax.make_jaxpr(mapped)(params, examples))
     assert len(ahead) == 2 * LAYERS and all(ahead)
 
 

@@ -11,7 +11,7 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 """
 
 from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
-from dynamiq_jax.optax.sharded import ShardedState, set_masters, sharded
+from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "PerWorker",
     "ShardedState",
     "all_reduce",
+    "gathered",
     "init",
     "restore_state",
     "set_masters",

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array, lax
 from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh
 
 from dynamiq_jax.collectives.explicit_sums import (
     check_axes,
@@ -29,11 +29,12 @@ from dynamiq_jax.collectives.explicit_sums import (
     resharded,
     unreduced_axes,
 )
-from dynamiq_jax.collectives.sum import Split, Sum, gathers_of, split_of, whole_shape
+from dynamiq_jax.collectives.pending import Pending, own_slice
+from dynamiq_jax.collectives.sum import Sum, gathers_of, split_of, whole_shape
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.seeds import check_key
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.methods import Method, ShardedMethod
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
@@ -48,7 +49,7 @@ LAYERS = 256
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "masters", "inner", "gaps"),
+    data_fields=("step", "skipped", "masters", "inner", "gaps", "pending"),
     meta_fields=("splits",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +67,7 @@ class ShardedState(Part):
       gaps: the largest distance of each worker's masters from the copy after the last update,
         f32[n, L] for n workers and L leaves. The user has changed coordinates that are further off.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
+      pending: with ``deferred=True`` the differences that the next step gathers, else `None`.
     """
 
     step: Any
@@ -74,12 +76,14 @@ class ShardedState(Part):
     inner: Any
     gaps: PerWorker
     splits: tuple[P, ...]
+    pending: Pending | None = None
 
     def specs(self) -> "ShardedState":
         """See `Part`."""
         treedef = jax.tree.structure((self.masters, self.inner))
         masters, inner = treedef.unflatten(self.splits)
         told = {"masters": masters, "inner": inner, "gaps": self.gaps.specs()}
+        told["pending"] = jax.tree.map(lambda _: P(), self.pending)
         return dataclasses.replace(self, step=P(), skipped=P(), **told)
 
 
@@ -93,6 +97,7 @@ def sharded(
     key: Array | None = None,
     specs: Any = None,
     check_every: int = 0,
+    deferred: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
@@ -116,6 +121,23 @@ def sharded(
     To scatter gradients beside the backward pass, differentiate with respect to ``state.masters``
     by `dq.reduce_in_backward` or `dq.sequential`, with the parameters as ``copies``. ``update``
     then takes gradients that are reduced: as large as masters in place of parameters.
+
+    **Deferred differences** (``deferred=True``, the order of DeAR): the update gathers nothing, and
+    its updates of split leaves are zeros. The next step brings the parameters up to date, and
+    passes the result to ``update``. `dq.sequential` gathers each function's differences while the
+    function before it runs:
+
+        def loss(masters):
+            options = {"specs": specs.masters, "copies": params, "pending": state.pending}
+            return dq.sequential(functions, masters, x, "data", **options)
+
+        (loss, params), grads = jax.value_and_grad(loss, has_aux=True)(state.masters)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+    `gathered` returns the current parameters, for evaluation and for steps without a pipeline. A
+    state and the parameters beside it resume as they are. Masters do not follow changed parameters
+    after the first update: call `set_masters`.
 
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
       Explicit axes, outside of maps, gradients are unreduced:
@@ -143,6 +165,7 @@ def sharded(
         a prefix of it. Default: not at all; on Explicit axes as their types say.
       check_every: every so many steps workers compare a hash of their copies, with an error at run
         time if they differ. 0: never.
+      deferred: whether differences travel at the top of the next step.
 
     Raises:
       ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
@@ -164,7 +187,7 @@ def sharded(
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         if inside:
             pairs = zip(jax.tree.leaves(masters), placed, strict=True)
-            own = [_own(x, split_of(p, axis.names), axis) for x, p in pairs]
+            own = [own_slice(x, split_of(p, axis.names), axis) for x, p in pairs]
             masters = jax.tree.unflatten(jax.tree.structure(masters), own)
         names = frozenset().union(*map(axes_of, placed))
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
@@ -191,7 +214,11 @@ def sharded(
             gaps = axis.to_varying(gaps)
         elif is_outside(axis, params):
             gaps = resharded(gaps, mesh_of(params), P(axis.name))
-        return ShardedState(*zeros, masters, state, PerWorker(gaps, axis.name, renews=True), splits)
+        pending = None
+        if deferred:
+            pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), total)
+        gaps = PerWorker(gaps, axis.name, renews=True)
+        return ShardedState(*zeros, masters, state, gaps, splits, pending)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -290,14 +317,6 @@ def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
     return found
 
 
-def _own(x: Array, split: Split, axis: Axis) -> Array:
-    """This worker's slice."""
-    for dimension, _ in split:
-        rows = x.shape[dimension] // axis.size
-        x = lax.dynamic_slice_in_dim(x, axis.index * rows, rows, dimension)
-    return x
-
-
 # --- One update -----------------------------------------------------------------------------------
 
 
@@ -362,7 +381,7 @@ class _Update(NamedTuple):
         axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
         held = jax.tree.leaves(state.masters)
         self._check_copies(params, held, total)
-        own = [_own(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
+        own = [own_slice(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
         if self.check_every:
             compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
             lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
@@ -401,17 +420,29 @@ class _Update(NamedTuple):
             (masters, inner),
             (state.masters, state.inner),
         )
-        found = self._differences(masters, own, total, for_differences)
+        pending = state.pending
+        if pending is None:
+            found = self._differences(masters, own, total, for_differences)
+        else:  # leaves that are not split stay exact: all workers know their differences
+            ends = zip(jax.tree.leaves(masters), copies, total.splits, strict=True)
+            found = [
+                jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
+                for master, x, split in ends
+            ]
+            words = key_words(for_differences)
+            pending = dataclasses.replace(pending, ready=finite, words=words)
         sums = zip(jax.tree.leaves(masters), own, found, total.splits, strict=True)
         after = [
-            _gap(x, copy, _own(u, split, axis)) if split else 0.0 for x, copy, u, split in sums
+            _gap(x, copy, own_slice(u, split, axis)) if split else 0.0 for x, copy, u, split in sums
         ]
+        if pending is not None:  # the copy moves after the update: no distance tells of a change
+            after = [jnp.inf if split else 0.0 for split in total.splits]
         after = jnp.where(
             finite, jnp.stack(list(map(axis.to_varying, map(jnp.float32, after)))), gaps
         )
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
-        told = masters, inner, state.gaps.after(after), state.splits
+        told = masters, inner, state.gaps.after(after), state.splits, pending
         return added, ShardedState(state.step + 1, skipped, *told)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
@@ -464,7 +495,7 @@ class _Update(NamedTuple):
         sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
         return [
-            (reduced[i] if i in reduced else _own(x, split, axis)).astype(jnp.float32)
+            (reduced[i] if i in reduced else own_slice(x, split, axis)).astype(jnp.float32)
             for i, (x, split) in enumerate(zip(terms, splits, strict=True))
         ]
 
@@ -502,6 +533,83 @@ def _gap(master: Array, copy: Array, added: Array) -> Array:
     return jnp.max(jnp.abs(master - after), initial=0.0)
 
 
+def _states(opt_state: Any) -> list[ShardedState]:
+    """The states of `sharded` in an optimizer's state: at least one."""
+    is_part = lambda x: isinstance(x, ShardedState)
+    parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_part) if is_part(x)]
+    if not parts:
+        raise ValueError(
+            "opt_state has no state of dq.optax.sharded, which has the masters; pass what "
+            "dq.optax.init or update returned"
+        )
+    return parts
+
+
+def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
+    """Returns the current parameters, for an optimizer with ``deferred=True``.
+
+    Adds the differences of the last update, which `dq.sequential` would add in the next step:
+    for evaluation, for checkpoints that other programs read, and for the top of steps without a
+    pipeline. Training goes on from ``params`` or from the result; with ``params`` it has the same
+    bits as without this call.
+
+    If ``params`` is a list or tuple, its entries are the functions' parameters, as `dq.sequential`
+    takes them, and the result has the bits that it would have there. Any other tree travels as one.
+
+    Args:
+      params: the parameters as the last step left them.
+      opt_state: the state that belongs to them, with one state of `sharded` in it, at any depth.
+      mesh: outside of maps, that of the training step. Default: that of the state's arrays, or of
+        `jax.set_mesh`.
+
+    Returns:
+      A tree like ``params``, with the same bits on all workers. Without ``deferred=True`` nothing
+      is pending, and these are ``params``.
+
+    Raises:
+      ValueError: there is no state of `sharded`, or more than one, or no mesh is known.
+    """
+    state, *others = _states(opt_state)
+    if others:
+        raise ValueError(
+            f"opt_state has {1 + len(others)} states of dq.optax.sharded; call gathered for each, "
+            "with its part of the parameters"
+        )
+    if (pending := state.pending) is None:
+        return params
+    axis, specs = pending.total.axis, state.specs()
+    if axis.mapped:
+        return _current(params, state)
+    known: list[Any] = [mesh] if mesh is not None else []
+    placed_by = [getattr(x, "sharding", None) for x in jax.tree.leaves(state.masters)]
+    known += [x.mesh for x in placed_by if isinstance(x, NamedSharding)]
+    around = next((m for m in (*known, get_abstract_mesh()) if axis.names[0] in m.axis_names), None)
+    if around is None:
+        raise ValueError(
+            f"gathered found no mesh that has axis {axis.name!r}; pass mesh=, that of the step"
+        )
+
+    def whole(spec: P) -> P:  # as other axes than ours split the parameters
+        entries = [tuple(x for x in names_of(e) if x not in axis.names) for e in spec]
+        return P(*(names or None for names in entries))
+
+    placed = jax.tree.map(whole, specs.masters)
+    maps = {"in_specs": (placed, specs), "out_specs": placed, "check_vma": False}
+    return jax.jit(jax.shard_map(_current, mesh=around, **maps))(params, state)
+
+
+def _current(params: Any, state: ShardedState) -> Any:
+    """The parameters with the differences of their masters, function by function; inside a map."""
+    assert state.pending is not None
+    trees, found = (params, state.masters, state.specs().masters), []
+    treedef = jax.tree.structure(params)
+    parts = zip(*trees, strict=True) if isinstance(params, list | tuple) else [trees]
+    for number, (copies, masters, spec) in enumerate(parts):
+        words = fold_seed(state.pending.words, number)  # as the pipeline's
+        found += jax.tree.leaves(state.pending.current(masters, copies, words, spec))
+    return treedef.unflatten(found)
+
+
 def set_masters(opt_state: Any, params: Any) -> Any:
     """Returns a state in which the masters of `sharded` are ``params``.
 
@@ -517,12 +625,7 @@ def set_masters(opt_state: Any, params: Any) -> Any:
         shapes than its masters.
     """
     is_part = lambda x: isinstance(x, ShardedState)
-    parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_part) if is_part(x)]
-    if not parts:
-        raise ValueError(
-            "opt_state has no state of dq.optax.sharded, whose masters these would be; pass what "
-            "dq.optax.init or update returned"
-        )
+    _states(opt_state)  # refuses a state without masters
 
     def one(part: Any) -> Any:
         return _with_masters(part, params) if is_part(part) else part
@@ -542,7 +645,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
 
     def own(leaf: Any, x: Array, master: Array, spec: P) -> Array:
         value = jnp.asarray(x, jnp.float32)
-        value = _own(value, split_of(spec, axis.names), axis) if axis.mapped else value
+        value = own_slice(value, split_of(spec, axis.names), axis) if axis.mapped else value
         if value.shape != master.shape:
             raise ValueError(
                 f"params: leaf {leaf.path} has shape {value.shape}, and its master {master.shape}; "
@@ -553,7 +656,11 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
         return jax.device_put(value, master.sharding)
 
     own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, strict=True)
-    return dataclasses.replace(state, masters=treedef.unflatten(own(*x) for x in own_leaves))
+    masters = treedef.unflatten(own(*x) for x in own_leaves)
+    pending = state.pending
+    if pending is not None:  # the parameters are the copy: no differences are left to gather
+        pending = dataclasses.replace(pending, ready=jnp.zeros_like(pending.ready))
+    return dataclasses.replace(state, masters=masters, pending=pending)
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

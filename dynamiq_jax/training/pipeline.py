@@ -12,14 +12,24 @@ backward pass of one function, and reductions of several functions are under way
 
 Parameters that are shards are gathered in the forward pass beside the function before theirs, and
 again in the backward pass beside the function after theirs, unless the payloads were kept.
+
+Differences of parameters that are `Pending` (sharded updates) are gathered in the forward pass in
+the same way, and added to the copies::
+
+    forward of function              0       1       2
+    differences of function    0     1       2       3
+
+The backward pass needs no gather: what it takes of copies is what the caller gets back.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 
+from dynamiq_jax.collectives.pending import Pending
 from dynamiq_jax.collectives.sum import Sum, gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
@@ -46,6 +56,7 @@ def sequential(
     specs: Sequence[Any] | None = None,
     gather: Compression | Method | ByPath | None = None,
     copies: Sequence[Any] | None = None,
+    pending: Pending | None = None,
     reshard_after_forward: bool = True,
 ) -> Any:
     """Functions one after another; each one's gradients are reduced beside the backward pass.
@@ -92,21 +103,27 @@ def sequential(
       copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
         take these, and the gradients of ``params`` are this worker's slices (ZeRO-1). A scatter has
         two of an all-reduce's three rounds.
+      pending: ``state.pending`` of ``dq.optax.sharded(..., deferred=True)``. The copies are as the
+        step before left them. Each function's differences are gathered while the function before
+        it runs, and it takes the current copies. ``params`` are the masters of all functions.
       reshard_after_forward: whether shards are all that the forward pass leaves of parameters.
         `False` saves the second gather, and takes the memory of all payloads.
 
     Returns:
-      What the last function returns.
+      What the last function returns. With ``pending`` a pair: this, and the current copies, a tree
+      like ``copies``, which have no derivative.
 
     Raises:
-      ValueError: there are not as many params, or specs, as functions; or as
-        `reduce_in_backward`.
+      ValueError: there are not as many params, or specs, as functions; ``pending`` is not that of
+        an optimizer over this axis, or has no copies; or as `reduce_in_backward`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
     total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
+    if pending is not None:
+        _check_pending(pending, axis, told["copies"])
     parts = []
     for number, (function, own, spec, copy) in enumerate(zip(*told.values(), strict=True)):
         reducer = Reducer(total, own, "sequential", specs=spec, copies=copy)
@@ -114,7 +131,32 @@ def sequential(
     chain = _Chain(axis, tuple(parts), Traces(), reshard_after_forward)
     run = jax.custom_vjp(chain.run)
     run.defvjp(chain.forward, chain.backward)
-    return run(told["params"], constant_copies(told["copies"]), x, key_words(key))
+    constants = constant_copies(told["copies"])
+    x, current = run(told["params"], constants, x, key_words(key), pending)
+    if pending is None:
+        return x
+    leaves = jax.tree.leaves(lax.stop_gradient(current))
+    return x, jax.tree.unflatten(jax.tree.structure(copies), leaves)
+
+
+def _check_pending(pending: Any, axis: Axis, copies: tuple) -> None:
+    """Refuses what is not pending, and functions without copies."""
+    if not isinstance(pending, Pending):
+        raise ValueError(
+            f"pending is of type {type(pending).__name__}; pass state.pending, where state is that "
+            "of dq.optax.sharded(..., deferred=True)"
+        )
+    if pending.total.axis != axis:
+        raise ValueError(
+            f"pending differences are those of axis {pending.total.axis.name!r}, and axis_name is "
+            f"{axis.name!r}; pass both the same axis"
+        )
+    for number, copy in enumerate(copies):
+        if copy is None:
+            raise ValueError(
+                f"pending differences need copies to add them to, and function {number} has none; "
+                "pass copies=, the parameters of all functions"
+            )
 
 
 def _checked(functions: Any, **told: Any) -> dict[str, tuple]:
@@ -156,37 +198,47 @@ class _Chain(NamedTuple):
     """The traces of gathers."""
     reshards: bool
 
-    def run(self, params: Any, copies: Any, x: Any, words: Array | None) -> Any:
-        """The last function's result, without a derivative."""
-        for part, own in zip(self.parts, self._taken(params, copies), strict=True):
-            progress = self._gather(part, own, words)
+    def run(
+        self, params: Any, copies: Any, x: Any, words: Array | None, pending: Pending | None
+    ) -> tuple[Any, Any]:
+        """The last function's result without a derivative, and the copies if they are pending."""
+        taken, current = self._taken(params, copies, pending), []
+        for part, own in zip(self.parts, taken, strict=True):
+            progress = self._gather(part, own, words, pending)
             arrive(progress, send(progress, ()))
-            x = part.function(own if progress is None else progress.result, x)
-        return x
+            whole = own if progress is None else progress.result
+            x = part.function(self.axis.to_varying(whole), x)
+            current.append(whole)
+        return x, None if pending is None else tuple(current)
 
-    def forward(self, params: Any, copies: Any, x: Any, words: Array | None) -> tuple[Any, Any]:
-        """The last function's result, and all that the backward pass needs."""
-        taken, kept = self._taken(params, copies), []
-        gathers = [self._gather(*own, words) for own in zip(self.parts, taken, strict=True)]
+    def forward(
+        self, params: Any, copies: Any, x: Any, words: Array | None, pending: Pending | None
+    ) -> tuple[Any, Any]:
+        """What `run` returns, and all that the backward pass needs."""
+        taken, kept, current = self._taken(params, copies, pending), [], []
+        pairs = zip(self.parts, taken, strict=True)
+        gathers = [self._gather(*pair, words, pending) for pair in pairs]
         x = arrive(gathers[0], send(gathers[0], x))
         following = [*gathers[1:], None]
         for part, own, mine, coming in zip(self.parts, taken, gathers, following, strict=True):
             whole = own if mine is None else mine.result
-            x, pull = jax.vjp(part.function, whole, send(coming, x))
+            x, pull = jax.vjp(part.function, self.axis.to_varying(whole), send(coming, x))
             x = arrive(coming, x)
-            if mine is None:
+            current.append(whole)
+            if mine is None or pending is not None:  # the caller keeps the current copies whole
                 kept.append((pull, None, None))
             else:
                 payload = None if self.reshards else mine.payload
                 kept.append((_without_parameters(pull, whole), own, payload))
-        return x, (kept, words)
+        return (x, None if pending is None else tuple(current)), (kept, words)
 
-    def backward(self, kept: Any, gradient: Any) -> tuple[Any, None, Any, None]:
-        """The gradients of the parameters, reduced, and of ``x``."""
+    def backward(self, kept: Any, gradients: Any) -> tuple[Any, None, Any, None, None]:
+        """The gradients of the parameters, reduced, and of ``x``; current copies have none."""
+        gradient, _ = gradients
         (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
         pipeline, begun = Pipeline(words), []
         triples = zip(self.parts, shards, payloads, strict=True)
-        gathers = [self._gather(part, own, words, payload) for part, own, payload in triples]
+        gathers = [self._gather(part, own, words, None, payload) for part, own, payload in triples]
         gradient = arrive(gathers[-1], send(gathers[-1], gradient))
         before = [None, *gathers[:-1]]
         for part, pull, mine, coming in reversed(
@@ -197,21 +249,43 @@ class _Chain(NamedTuple):
             begun.append(progress)
         pipeline.finish()
         pairs = zip(self.parts, reversed(begun), strict=True)
-        return tuple(part.reducer.joined(p.result) for part, p in pairs), None, gradient, None
+        return tuple(part.reducer.joined(p.result) for part, p in pairs), None, gradient, None, None
 
-    def _taken(self, params: Any, copies: Any) -> list[Any]:
-        """The trees that functions take: copies, or parameters where there are none."""
-        pairs = zip(params, copies, strict=True)
+    def _taken(self, params: Any, copies: Any, pending: Pending | None) -> list[Any]:
+        """What each function or its gather takes: copies, or parameters where there are none.
+
+        Gathers of differences take pairs: masters, and copies, which are the same on all workers.
+        """
+        pairs = list(zip(params, copies, strict=True))
+        if pending is not None:
+            return pairs
         return self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
     def _gather(
-        self, part: _Part, own: Any, words: Array | None, payload: Any = None
+        self,
+        part: _Part,
+        own: Any,
+        words: Array | None,
+        pending: Pending | None,
+        payload: Any = None,
     ) -> Progress | None:
-        """The gather of a function's shards, before its start or after its payload's arrival."""
+        """The gather of a function's shards, or differences, before its start.
+
+        With the payload of an equal gather it is as after the payload's arrival.
+        """
+        specs = part.reducer.specs
+        if pending is not None:
+
+            def current(own: Any, words: Array) -> Any:
+                (masters, copies), ready = own
+                told = dataclasses.replace(pending, ready=ready)
+                return told.current(masters, copies, words, specs)
+
+            own = own, pending.ready
+            return self.traces.start(current, own, pending.words, part.number, specs)
         if not part.reducer.gathers:
             return None
-        whole, specs = part.reducer.whole, part.reducer.specs
-        progress = self.traces.start(whole, own, words, part.number, specs)
+        progress = self.traces.start(part.reducer.whole, own, words, part.number, specs)
         return progress if payload is None else progress.arrived(payload)
 
 

@@ -1,0 +1,73 @@
+"""Differences of parameters that travel at the top of the next step, by `dq.optax.sharded`.
+
+An update has new masters and leaves the copy where it is. The next step adds the differences of one
+function after the other to the copy, each before the function runs::
+
+    update t       masters m(t+1) from m(t); the copy stays c(t); `Pending` has the key of step t
+    step t + 1     c(t+1) = c(t) + decoded(m(t+1) - c(t)) of function 0, then function 0 runs
+                   c(t+1) of function 1 arrives beside it, then function 1 runs, ...
+    update t + 1   takes c(t+1) as the parameters
+
+So all functions run with c(t+1), as if the differences had travelled at the end of update t. The
+state needs no memory for them: they follow from the masters and the copy.
+"""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from dynamiq_jax.collectives.sum import Split, Sum
+from dynamiq_jax.core.axis import Axis
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("ready", "words"), meta_fields=("total",)
+)
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """Differences that have not travelled: how, and by which seed, they will.
+
+    Attributes:
+      ready: whether masters have moved since the copy was made, bool[].
+      words: the words of the key of the last update, uint32[2].
+      total: the axis, and how differences travel.
+    """
+
+    ready: Array
+    words: Array
+    total: Sum
+
+    def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:
+        """The copy with the decoded differences of this worker's masters, the same on all workers.
+
+        ``specs`` say how masters are split. Leaves that are not split are current already.
+        """
+        total, _ = self.total.of_shards(masters, specs)
+        held, treedef = jax.tree.flatten(masters)
+        found = jax.tree.leaves(copies)
+        own: list[Array | None] = [None] * len(held)  # `None`: no leaf of the tree below
+        for i, split in enumerate(total.splits):
+            if split:
+                copy = own_slice(found[i], split, total.axis)
+                own[i] = (held[i] - copy.astype(jnp.float32)).astype(copy.dtype)
+        places = [i for i, x in enumerate(own) if x is not None]
+        with warnings.catch_warnings():  # what an encoding loses is in the next difference
+            warnings.filterwarnings("ignore", message=".*error of a super-group")
+            whole = total.some(places).whole(treedef.unflatten(own), words)
+        for i, x in zip(places, jax.tree.leaves(whole), strict=True):
+            added = jnp.where(self.ready, x, jnp.zeros_like(x))
+            found[i] = (found[i] + added).astype(found[i].dtype)
+        return treedef.unflatten(found)
+
+
+def own_slice(x: Array, split: Split, axis: Axis) -> Array:
+    """This worker's slice of a whole leaf."""
+    for dimension, _ in split:
+        rows = x.shape[dimension] // axis.size
+        x = lax.dynamic_slice_in_dim(x, axis.index * rows, rows, dimension)
+    return x

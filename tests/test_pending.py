@@ -1,0 +1,195 @@
+"""Differences that travel at the top of the next step, function by function (DeAR's order)."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from asserts import assert_copies_equal, assert_same_bits
+from cases import CHEAP, EXACT, daily
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_sequential_sharded import DIM, FUNCTIONS, LAYERS, REMAT, N, gathers_ahead, problem
+from workers import auto_mesh
+
+import dynamiq_jax as dq
+import dynamiq_jax.optax
+
+LIMITS = {"min_leaf_size": DIM * DIM, "min_bucket_size": 1, "min_bucket_bytes": 0}
+F32 = dataclasses.replace(EXACT, **LIMITS)
+SOME = dataclasses.replace(CHEAP, **LIMITS)
+DITHER = dq.Compression(dq.DynamiQ(bits=2.5, dither=True), **LIMITS)
+
+
+def make(differences: Any = F32, **options: Any) -> Any:
+    inner = optax.sgd(0.3, momentum=0.9)
+    return dq.optax.sharded(inner, "data", method=F32, differences=differences, **options)
+
+
+def make_step(optimizer: Any, state: Any, n: int = N, functions: Any = FUNCTIONS) -> Any:
+    """(params, state, examples) -> (params, state, loss, the parameters that functions had)."""
+    specs = dq.optax.state_specs(state)
+
+    def loss(masters, params, pending, x):
+        options = {"method": F32, "specs": specs.masters, "copies": params, "pending": pending}
+        found = dq.sequential(functions, masters, x, "data", **options)
+        return (found, params) if pending is None else found
+
+    def step(params, state, x):
+        own = jax.value_and_grad(loss, has_aux=True)
+        (value, params), grads = own(state.masters, params, state.pending, x)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, lax.pmean(value, "data"), params
+
+    maps = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs, P(), P())}
+    return jax.shard_map(step, mesh=auto_mesh(n), **maps)
+
+
+def start(optimizer: Any, dtype: Any = jnp.float32, n: int = N) -> tuple[Any, Any]:
+    mesh = auto_mesh(n)
+    params = jax.device_put(problem()[0], NamedSharding(mesh, P()))
+    state = dq.optax.init(optimizer, params, mesh)
+    return jax.tree.map(lambda w: w.astype(dtype), params), state
+
+
+def batches() -> list[Any]:
+    """Examples of four steps; the gradients of the second are not finite."""
+    _, examples = problem()
+    return [examples * np.float32(scale) for scale in (1, np.inf, 0.5, 2)]
+
+
+def train(optimizer: Any, dtype: Any = jnp.float32) -> tuple[list[Any], Any, Any, list[Any]]:
+    """Losses, the last parameters and state, and the parameters that functions had in each step."""
+    params, state = start(optimizer, dtype)
+    step, losses, seen = jax.jit(make_step(optimizer, state)), [], []
+    for x in batches():
+        x = jax.device_put(x, NamedSharding(auto_mesh(N), P("data")))
+        params, state, loss, had = step(params, state, x)
+        losses.append(np.asarray(loss))
+        seen.append(jax.device_get(had))
+    return losses, params, state, seen
+
+
+@pytest.mark.usefixtures("dtypes_promoted")
+@pytest.mark.parametrize("dtype", daily([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
+def test_exact_differences_have_the_bits_of_the_order_of_before(dtype):
+    """Losses and parameters of all steps; nothing is stale, and a skipped step changes nothing."""
+    losses, params, state, seen = train(make(), dtype)
+    found, behind, late, had = train(make(deferred=True), dtype)
+    assert_same_bits(found, losses)
+    assert_same_bits(had, seen)
+    assert_same_bits(dq.optax.gathered(behind, late), params)
+    assert_same_bits(late.masters, state.masters)
+    assert int(late.skipped) == int(state.skipped) == 1
+    # Until then the split leaves are as the last step has taken them.
+    assert_same_bits(behind[0]["in"], had[-1][0]["in"])
+    assert (np.asarray(behind[0]["in"]) != np.asarray(params[0]["in"])).any()
+    assert dq.optax.gathered(params, state) is params
+
+
+@pytest.mark.parametrize("differences", daily([SOME, DITHER], [SOME]), ids=["cheap", "dither"])
+def test_what_is_gathered_is_what_the_next_step_takes(differences):
+    """Bit for bit, on all workers, with noise; differences stay small, since errors feed back."""
+    optimizer = make(differences, deferred=True)
+    params, state = start(optimizer)
+    step, x = jax.jit(make_step(optimizer, state)), problem()[1]
+    last = params
+    for _ in range(3):
+        before = jax.device_get(dq.optax.gathered(params, state))
+        params, state, _, had = step(params, state, x)
+        assert_copies_equal((params, had))
+        assert_same_bits(had, before)
+    pairs = zip(*map(jax.tree.leaves, (before, last)), strict=True)
+    assert all((w != np.asarray(v)).any() for w, v in pairs)
+    after = dq.optax.gathered(params, state)
+    for w, v, m in zip(*map(jax.tree.leaves, (after, params, state.masters)), strict=True):
+        errors = [np.linalg.norm(np.asarray(x) - np.asarray(m)) for x in (w, v)]
+        assert errors[0] <= 0.8 * errors[1]
+
+
+@pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]), ids=str)
+def test_differences_travel_beside_functions_before_theirs(functions):
+    """Once; a layer waits for its own, and that of the next layer has begun."""
+    optimizer = make(SOME, deferred=True)
+    params, state = start(optimizer)
+    given = params, state, problem()[1]
+    traced = jax.make_jaxpr(make_step(optimizer, state, functions=functions))(*given)
+    ahead, waits, gathers = gathers_ahead(traced)
+    assert gathers == 2 * len(functions)  # scales and payloads, of the forward pass alone
+    # The functions are: embed, layers, head. A layer k waits for the gathers of functions 0 to k.
+    assert waits[:LAYERS] == [2 * (2 + k) for k in range(LAYERS)]
+    assert all(ahead[:LAYERS])
+
+
+def test_states_have_shapes_and_go_to_other_numbers_of_workers():
+    optimizer = make(deferred=True)
+    _, params, state, _ = train(optimizer)
+    shapes = dq.optax.init(optimizer, jax.eval_shape(lambda: params), auto_mesh(N))
+    alike = lambda x: (x.shape, x.dtype)
+    assert jax.tree.map(alike, shapes) == jax.tree.map(alike, state)
+    whole = jax.device_get(dq.optax.gathered(params, state))
+    saved = jax.device_get((params, state))
+    _, fresh = start(optimizer, n=2)
+    restored = dq.optax.restore_state(saved[1], fresh)
+    params = jax.device_put(saved[0], NamedSharding(auto_mesh(2), P()))
+    assert bool(restored.pending.ready)
+    assert_same_bits(dq.optax.gathered(params, restored), whole)
+
+
+def test_parameters_that_are_set_have_no_differences():
+    optimizer = make(SOME, deferred=True)
+    _, params, state, _ = train(optimizer)
+    loaded = jax.tree.map(lambda w: w / 2, params)
+    state = dq.optax.set_masters(state, loaded)
+    assert_same_bits(dq.optax.gathered(loaded, state), loaded)
+
+
+def test_a_tree_that_is_no_list_of_functions_travels_as_one():
+    params, mesh = problem()[0][1], auto_mesh(N)
+    optimizer = make(deferred=True)
+    state = dq.optax.init(optimizer, params, mesh)
+    masters = jax.tree.map(lambda w: w + 1, state.masters)
+    ready = jnp.ones_like(state.pending.ready)
+    pending = dataclasses.replace(state.pending, ready=ready)
+    state = dataclasses.replace(state, masters=masters, pending=pending)
+    found = jax.jit(partial(dq.optax.gathered, mesh=mesh))(params, (state,))
+    np.testing.assert_array_equal(found["kernel"], params["kernel"] + 1)
+    np.testing.assert_array_equal(found["bias"], params["bias"])  # whole: exact in the update
+
+
+def test_what_cannot_be_is_refused():
+    optimizer = make(deferred=True)
+    params, state = start(optimizer)
+    specs = dq.optax.state_specs(state)
+    shapes = jax.tree.map(
+        lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), (params, state, problem()[1])
+    )
+
+    def traced(axis="data", **options):
+        def loss(params, state, x):
+            told = {"specs": specs.masters, "copies": params, "pending": state.pending}
+            told |= {name: f(params, state) for name, f in options.items()}
+            return dq.sequential(FUNCTIONS, state.masters, x, axis, **told)
+
+        maps = {"in_specs": (P(), specs, P("data")), "out_specs": P(), "check_vma": False}
+        mesh = jax.make_mesh((N, 1), ("data", "more"), axis_types=(AxisType.Auto,) * 2)
+        jax.eval_shape(jax.shard_map(loss, mesh=mesh, **maps), *shapes)
+
+    traced()
+    for words, run in (
+        (r"pending is of type ShardedState; pass state\.pending",
+         partial(traced, pending=lambda _, state: state)),
+        ("function 1 has none; pass copies=",
+         partial(traced, copies=lambda params, _: [params[0], None, *params[2:]])),
+        ("axis 'data', and axis_name is 'more'", partial(traced, "more")),
+        ("no mesh that has axis 'data'", partial(jax.eval_shape, dq.optax.gathered, *shapes[:2])),
+        ("has no state of dq.optax.sharded", partial(dq.optax.gathered, params, ())),
+        ("has 2 states", partial(dq.optax.gathered, params, (state, state))),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            run()
