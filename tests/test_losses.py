@@ -6,6 +6,7 @@ has its gradient summed by JAX (`training.uses`). All parameters count as large 
 
 import functools
 import itertools
+import re
 import warnings
 
 import jax
@@ -265,6 +266,54 @@ def test_activations_that_lost_their_sharding_are_met_by_plain_parameters():
         with pytest.warns(UserWarning, match=r"1 leaves .*\(layers\).* in dot_general"):
             found = own(*placed)
         compare(found, jax.jit(jax.value_and_grad(loss))(*placed))
+
+
+SHARDED = {"w": P("data"), "layers": P(None, "data"), "scales": P(None, "data")}
+
+
+def plainly(shards):
+    """How a loss of plain JAX gathers shards."""
+    return jax.tree.map(lambda w: jax.reshard(w, P()), shards)
+
+
+def in_layers(gather, gather_last):
+    """A loss whose shards are gathered where they are used: layers with norms, and a last one."""
+
+    @jax.checkpoint
+    def layer(h, own):
+        own = gather(own)
+        return norm(jnp.tanh(h @ own["layers"]), own["scales"]), None
+
+    def loss(p, batch):
+        h = lax.scan(layer, batch["x"], {name: p[name] for name in ("layers", "scales")})[0]
+        w = gather_last({"w": p["w"]})["w"]
+        return jnp.mean((h @ (w / 2) * w[0] - batch["x"]) ** 2)
+
+    return loss
+
+
+@pytest.mark.parametrize("told", ["", r"1 sharded .*\(layers\) do not pass"])
+def test_gathered_shards_have_uses_without_a_rule_too(told):
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    params, batch = arrays()
+    params = {name: params[name] for name in SHARDED}
+    args = put(params, mesh, SHARDED), put(batch, mesh, P("data"))
+
+    def own(method):
+        ours = functools.partial(
+            dq.reduce_in_backward, axis_name="data", method=method, gather=dq.F32()
+        )
+        loss = in_layers(plainly if told else ours, ours)
+        return jax.jit(dq.value_and_grad(loss, axis_name="data", method=method, gather=False))
+
+    with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = own(EXACT)(*args)
+        assert [bool(re.search(told, str(one.message))) for one in seen] == [True] * bool(told)
+        compare(found, jax.jit(jax.value_and_grad(in_layers(plainly, plainly)))(*args))
+        assert jax.tree.map(jax.typeof, found[1]) == jax.tree.map(jax.typeof, args[0])
+        if not told:
+            assert largest_native(own(CHEAP), args) < WIDTH * WIDTH
 
 
 def test_large_gradients_that_jax_sums_are_named_with_the_use():

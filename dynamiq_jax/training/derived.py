@@ -8,7 +8,7 @@ terms become the rows of an array that the data axes split, and the derivative i
 No device sends anything.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,12 +24,17 @@ _OWN = ("custom_vjp", "shard_map", "pure_callback", "io_callback")
 """How primitives begin whose backward pass need not be linear, or may not be vmapped."""
 
 
+def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+    """An equation, and all equations inside of it."""
+    yield equation
+    for jaxpr in inner_jaxprs(equation):
+        for own in with_constants(jaxpr)[0].eqns:
+            yield from within(own)
+
+
 def has_own_derivative(equation: JaxprEqn) -> bool:
     """Whether users may have written the derivative of an equation, or of one inside of it."""
-    if equation.effects or name_of(equation).startswith(_OWN):
-        return True
-    inner = (with_constants(jaxpr)[0] for jaxpr in inner_jaxprs(equation))
-    return any(has_own_derivative(own) for jaxpr in inner for own in jaxpr.eqns)
+    return any(own.effects or name_of(own).startswith(_OWN) for own in within(equation))
 
 
 def is_inexact(x: Any) -> bool:

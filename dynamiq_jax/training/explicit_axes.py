@@ -33,7 +33,13 @@ from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.auto_axes import Told, closed_over
-from dynamiq_jax.training.explicit_shards import BACKWARD, gathered_before, gathers, inputs_of
+from dynamiq_jax.training.explicit_shards import (
+    BACKWARD,
+    MARKS,
+    gathered_before,
+    gathers,
+    inputs_of,
+)
 from dynamiq_jax.training.uses import Uses, parameter, per_use, value_of
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
@@ -103,7 +109,7 @@ class Deferred(NamedTuple):
             self._check_split(data, error)
             twins = [*held(chosen)], [*held(())]
             with gathered_before(bool(gathered)):
-                found = self._by_use(loss, params, data, twins, chosen) if chosen else None
+                found = self._by_use(loss, params, data, twins, chosen, large) if large else None
             if found is None:
                 raise error
             return found.value, joined(found.terms, found.sums)
@@ -133,13 +139,7 @@ class Deferred(NamedTuple):
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
             if alone := (own & large) - found(gathers) - mapped:
-                warnings.warn(
-                    f"{_listed(params, alone, 'sharded parameters')} do not pass "
-                    "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
-                    "Call it for these, too, in the place of jax.reshard, or exclude them "
-                    "by Compression(exclude=...)",
-                    stacklevel=3,
-                )
+                self._warn_of_shards(params, alone, 4)
         if native := found(self._untyped):
             warnings.warn(
                 f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
@@ -169,6 +169,7 @@ class Deferred(NamedTuple):
         data: Any,
         twins: tuple[list[Array], list[Array]],
         chosen: set[int],
+        large: set[int],
     ) -> "_ByUse | None":
         """Differentiates a loss that uses parameters in ways for which JAX has no rule; see `uses`.
 
@@ -176,7 +177,7 @@ class Deferred(NamedTuple):
         """
         told, arrays = Told.of(data)
         treedef, (typed, plain) = jax.tree.structure(params), twins
-        found = Uses()
+        found = Uses(frozenset(several(self.axis.names, self.mesh.shape)))
 
         def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
             value = loss(treedef.unflatten(leaves), told.join(arrays))
@@ -191,7 +192,8 @@ class Deferred(NamedTuple):
 
         try:
             with constraints_without(()):
-                closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
+                with traced_for(MARKS):
+                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
                 shapes = jax.tree.structure(shapes)
                 own = {i: typed[i] for i in sorted(chosen)}
                 value, back, aux = jax.vjp(run, own, plain, has_aux=True)
@@ -199,19 +201,21 @@ class Deferred(NamedTuple):
                     terms, sums = back(self._seed(value.dtype))
         except REFUSALS:
             return None
-        self._warn_of_native(params, found, chosen)
+        self._warn_of_native(params, found, chosen, large)
         # A typed twin that met no examples has no terms, and a plain one that served none no sum.
         terms = {i: x for i, x in terms.items() if i in found.typed}
         alone = found.wanted | ({*range(len(plain))} - terms.keys())
         sums = {i: x for i, x in enumerate(sums) if i in alone}
         return _ByUse((value, aux) if self.has_aux else value, terms, sums)
 
-    def _warn_of_native(self, params: Any, found: Uses, chosen: set[int]) -> None:
+    def _warn_of_native(self, params: Any, found: Uses, chosen: set[int], large: set[int]) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
         leaves = describe_leaves(params)
-        native = {i: name for i, name in found.native.items() if i in chosen}
+        if alone := found.native.keys() & (large - chosen - found.gathered):
+            self._warn_of_shards(params, alone, 5)
+        native = {i: x for i, x in found.native.items() if i in large - alone}
         nbytes = sum(leaves[i].nbytes for i in native)
-        if nbytes <= sum(leaves[i].nbytes for i in chosen) / 100:  # norms' scales, say
+        if nbytes <= sum(leaves[i].nbytes for i in large) / 100:  # norms' scales, say
             return
         warnings.warn(
             f"JAX sums gradients of {_listed(params, native)}, uncompressed: it has no rule for "
@@ -219,6 +223,16 @@ class Deferred(NamedTuple):
             f"{', '.join(sorted({*native.values()}))}. Compression(exclude=...) says that it is "
             "meant; a mesh of Auto axes compresses all",
             stacklevel=4,
+        )
+
+    def _warn_of_shards(self, params: Any, alone: Collection[int], stacklevel: int) -> None:
+        """Warns of shards whose gradients JAX sums: the loss does not gather them by our means."""
+        warnings.warn(
+            f"{_listed(params, alone, 'sharded parameters')} do not pass "
+            "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+            "Call it for these, too, in the place of jax.reshard, or exclude them "
+            "by Compression(exclude=...)",
+            stacklevel=stacklevel,
         )
 
     def _joined(

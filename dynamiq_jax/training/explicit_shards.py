@@ -1,19 +1,21 @@
 """Shards on Explicit meshes, outside of maps: gathered where the loss uses them.
 
 A gathered parameter is typed as reduced over the data axes, so that its gradient comes back
-unreduced and one compressed collective sums and scatters it.
+unreduced and one compressed collective sums and scatters it. `uses` needs a plain twin of it, too:
+there the loss is traced with a mark in the place of the gather.
 """
 
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.extend.core import JaxprEqn, Literal
+from jax import Array, lax
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.explicit_sums import (
@@ -31,6 +33,8 @@ from dynamiq_jax.tree.placement import only
 _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
+MARKS = 2
+"""`traced_for`'s number of traces in which calls of `reduce_in_backward` leave marks."""
 
 SCOPE = "gathered_by_dynamiq_jax"
 """The scope of every gather in a program, by which `gathers` finds it."""
@@ -109,39 +113,119 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
     large = large_leaves(total, params, placed, mesh)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     chosen = [i for i in numbers if total.splits[i]]
-
-    def some(values: list[Any]) -> Any:
-        """A tree like the parameters, of the shards that have gradients."""
-        return treedef.unflatten([values[i] if i in chosen else None for i in range(len(leaves))])
-
-    before = [scattered_spec(spec, axis) for spec in placed]
-    reduced = frozenset(axis.names)
-    after = [P(*spec, reduced=reduced) if i in large else spec for i, spec in enumerate(whole)]
-    maps = {"in_specs": (some(before), P()), "out_specs": some(whole)}
-    mapped = jax.shard_map(total.some(chosen).gather, mesh=mesh, check_vma=False, **maps)
-
-    def put(tree: Any, specs: list[P]) -> Any:
-        pairs = zip(jax.tree.leaves(tree), chosen, strict=True)
-        moved = [resharded(x, mesh, specs[i]) for x, i in pairs]
-        return jax.tree.structure(tree).unflatten(moved)
-
-    def forward(tree: Any, words: Array | None) -> tuple[Any, Array | None]:
-        return put(mapped(put(tree, before), words), after), words
-
-    def backward(words: Array | None, gradients: Any) -> tuple[Any, None]:
-        if traced_for.value != BACKWARD:
-            raise ValueError(
-                "reduce_in_backward outside of maps found a derivative that is not "
-                "dq.value_and_grad's: JAX's seed is a constant, of which every device would add "
-                f"all to the terms that are summed over {axis.names}; pass the loss to "
-                f"dq.value_and_grad(loss, axis_name={axis.name!r})"
-            )
-        back = dataclasses.replace(total, specs=some(placed))
-        return reduce_unreduced(back, gradients, words).tree, None
-
-    gathered = jax.custom_vjp(lambda tree, words: forward(tree, words)[0])
-    gathered.defvjp(forward, backward)
+    gather = Gather(total, mesh, treedef, chosen, large, placed, whole)
+    shards, words = [leaves[i] for i in chosen], key_words(key)
     with jax.named_scope(SCOPE):
-        found = iter(jax.tree.leaves(gathered(some(leaves), key_words(key))) if chosen else ())
+        if traced_for.value == MARKS:
+            more = [] if words is None else [words]
+            found = iter(_mark.bind(*shards, *more, gather=gather))
+        else:
+            found = iter(gather.typed(shards, words) if chosen else ())
     exact = [resharded(x, mesh, whole[i]) if total.splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gather:
+    """How one call of `reduce_in_backward` gathers shards, and scatters their gradients.
+
+    Shards, values and gradients are lists of the chosen leaves, in their order.
+    """
+
+    total: Sum
+    mesh: AbstractMesh
+    treedef: Any
+    chosen: Sequence[int]
+    """The numbers of leaves that are gathered."""
+    large: Collection[int]
+    """The numbers of leaves whose gradients stay unreduced."""
+    placed: Sequence[P]
+    """How leaves are sharded, and how whole ones are."""
+    whole: Sequence[P]
+
+    def values(self, shards: Sequence[Array], words: Array | None) -> list[Array]:
+        """Whole leaves, without types and without derivatives."""
+        before = [scattered_spec(spec, self.total.axis) for spec in self.placed]
+        maps = {"in_specs": (self._tree(before), P()), "out_specs": self._tree(self.whole)}
+        gather = self.total.some(self.chosen).gather
+        mapped = jax.shard_map(gather, mesh=self.mesh, check_vma=False, **maps)
+        own = self._put(map(lax.stop_gradient, shards), before)
+        return self._put(jax.tree.leaves(mapped(self._joined(own), words)), self.whole)
+
+    def typed(
+        self, shards: Sequence[Array], words: Array | None, values: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Whole leaves; large ones are typed as reduced, and their terms summed, compressed.
+
+        ``values`` are those of `values`, if they are known.
+        """
+        reduced = frozenset(self.total.axis.names)
+        after = [
+            P(*spec, reduced=reduced) if i in self.large else spec
+            for i, spec in enumerate(self.whole)
+        ]
+
+        def forward(
+            shards: Sequence[Array], words: Array | None, values: Sequence[Array] | None
+        ) -> tuple[list[Array], Array | None]:
+            found = self.values(shards, words) if values is None else values
+            return self._put(found, after), words
+
+        def backward(words: Array | None, gradients: list[Array]) -> tuple[Any, None, None]:
+            if traced_for.value != BACKWARD:
+                raise ValueError(
+                    "reduce_in_backward outside of maps found a derivative that is not "
+                    "dq.value_and_grad's: JAX's seed is a constant, of which every device would "
+                    f"add all to the terms that are summed over {self.total.axis.names}; pass the "
+                    f"loss to dq.value_and_grad(loss, axis_name={self.total.axis.name!r})"
+                )
+            back = dataclasses.replace(self.total, specs=self._tree(self.placed))
+            done = reduce_unreduced(back, self._joined(gradients), words)
+            return jax.tree.leaves(done.tree), None, None
+
+        gathered = jax.custom_vjp(lambda *args: forward(*args)[0])
+        gathered.defvjp(forward, backward)
+        return gathered(list(shards), words, values)
+
+    def plain(self, place: int, shard: Array, value: Array) -> Array:
+        """A whole leaf without a type: JAX sums its gradient, of which a slice is the shard's."""
+        spec = self.placed[self.chosen[place]]
+        gathered = jax.custom_vjp(lambda shard, value: value)
+        gathered.defvjp(
+            lambda shard, value: (value, None),
+            lambda _, gradient: (resharded(gradient, self.mesh, spec), None),
+        )
+        return gathered(shard, value)
+
+    def _tree(self, values: Sequence[Any]) -> Any:
+        """A tree like the parameters, of the chosen ones of a value for each leaf."""
+        return self._joined([values[i] for i in self.chosen])
+
+    def _joined(self, values: Sequence[Any]) -> Any:
+        """A tree like the parameters, of values of chosen leaves, and `None` for others."""
+        known = dict(zip(self.chosen, values, strict=True))
+        return self.treedef.unflatten(known.get(i) for i in range(self.treedef.num_leaves))
+
+    def _put(self, arrays: Iterable[Array], specs: Sequence[P]) -> list[Array]:
+        pairs = zip(arrays, self.chosen, strict=True)
+        return [resharded(x, self.mesh, specs[i]) for x, i in pairs]
+
+
+_mark = Primitive("gathered_by_dynamiq_jax")
+_mark.multiple_results = True
+
+
+@_mark.def_abstract_eval
+def _(*operands: Any, gather: Gather) -> list[Any]:
+    """Whole leaves; a key's words may come last of the operands."""
+    specs = [gather.whole[i] for i in gather.chosen]
+    shards = operands[: len(specs)]
+    return [
+        x.update(sharding=NamedSharding(x.sharding.mesh, s))
+        for x, s in zip(shards, specs, strict=True)
+    ]
+
+
+def gather_of(equation: JaxprEqn) -> Gather | None:
+    """How an equation gathers, if it stands for a call of `reduce_in_backward`."""
+    return equation.params["gather"] if equation.primitive is _mark else None

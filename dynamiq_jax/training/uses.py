@@ -35,7 +35,14 @@ from dynamiq_jax.core.compat import (
     name_of,
     with_constants,
 )
-from dynamiq_jax.training.derived import derive, has_own_derivative, is_inexact, keeps_terms
+from dynamiq_jax.training.derived import (
+    derive,
+    has_own_derivative,
+    is_inexact,
+    keeps_terms,
+    within,
+)
+from dynamiq_jax.training.explicit_shards import Gather, gather_of
 from dynamiq_jax.tree.placement import axes_of
 
 RULES = frozenset(
@@ -88,12 +95,16 @@ class Value:
 class Uses:
     """What a run has found: plain twins that were wanted, and gradients that JAX sums."""
 
+    axes: frozenset[str]
+    """The data axes of more than one device."""
     wanted: set[int] = dataclasses.field(default_factory=set)
     """The numbers of parameters whose plain twin served."""
     typed: set[int] = dataclasses.field(default_factory=set)
     """Those whose typed twin met examples."""
     native: dict[int, str] = dataclasses.field(default_factory=dict)
     """By parameter: the first primitive that has no rule on its way to examples."""
+    gathered: set[int] = dataclasses.field(default_factory=set)
+    """The numbers of parameters that `reduce_in_backward` gathers."""
 
 
 def value_of(x: Any, data: bool = True) -> Value:
@@ -126,7 +137,9 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
         operands = [read(atom) for atom in equation.invars]
         if name_of(equation) in INLINED:
             made = per_use(inner_jaxprs(equation)[0], operands, uses)
-        elif any(x.data for x in operands):
+        elif gather := gather_of(equation):
+            made = _gathered(gather, operands, uses)
+        elif any(x.data for x in operands) or _has_gathers(equation):
             made = _with_data(equation, operands, uses)
         else:
             made = _of_parameters(equation, operands)
@@ -134,18 +147,50 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
     return [read(atom) for atom in jaxpr.outvars]
 
 
+def _gathered(gather: Gather, operands: list[Value], uses: Uses) -> list[Value]:
+    """The twins of gathered leaves: the same values, whose gradients go two ways."""
+    count = len(gather.chosen)
+    shards = [x.plain() for x in operands[:count]]
+    words = operands[count].plain() if len(operands) > count else None
+    values = gather.values(shards, words)
+    made = []
+
+    @functools.cache
+    def typed() -> list[Array]:
+        return gather.typed(shards, words, values)
+
+    for place, (number, x) in enumerate(zip(gather.chosen, operands, strict=False)):
+        uses.gathered |= x.leaves
+        own = functools.partial(_at, typed, place)
+        if number in gather.large:
+            plain = functools.partial(gather.plain, place, shards[place], values[place])
+            made.append(Value(plain, own, x.leaves, x.data))
+        else:
+            made.append(Value(own, leaves=x.leaves, data=x.data))
+    return made
+
+
+def _has_gathers(equation: JaxprEqn) -> bool:
+    return any(map(gather_of, within(equation)))
+
+
 def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Value]:
     """The results of an equation that sees examples."""
     name, made = name_of(equation), None
     leaves = frozenset().union(*(x.leaves for x in operands))
-    if any(x.typed is not None for x in operands):
+    if any(x.typed is not None for x in operands) or _has_gathers(equation):
         made = _typed(equation, operands, uses)
+    if made is None and _has_gathers(equation):
+        raise NotImplementedError(f"reduce_in_backward within {name}")
     if made is None:
-        for x, variable in zip(operands, equation.invars, strict=True):
-            large = variable.aval.size >= SMALL  # type: ignore[attr-defined]
-            for leaf in x.leaves if large and not x.data else ():
-                uses.native.setdefault(leaf, x.broken or name)
-        made = evaluate(equation, *(x.plain() for x in operands))
+        plain = [x.plain() for x in operands]
+        for x, own in zip(operands, plain, strict=True):
+            # Of an expert that data axes split no other worker has terms.
+            apart = name == "shard_map" and axes_of(jax.typeof(own).sharding.spec) >= uses.axes
+            if x.leaves and not x.data and not apart and own.size >= SMALL:
+                for leaf in x.leaves:
+                    uses.native.setdefault(leaf, x.broken or name)
+        made = evaluate(equation, *plain)
     elif name not in _RUNNERS:
         uses.typed.update(*(x.leaves for x in operands if x.typed is not None))
     return [Value(functools.partial(_same, x), leaves=leaves) for x in made]
@@ -154,14 +199,14 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
 def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[Any] | None:
     """The results for typed operands; `None` where JAX does not take them."""
     name = name_of(equation)
-    before = {*uses.wanted}, {*uses.typed}, dict(uses.native)
+    before = {*uses.wanted}, {*uses.typed}, dict(uses.native), {*uses.gathered}
     try:
         if name in _RUNNERS:
             return _RUNNERS[name](equation, operands, uses)
         if name in RULES:
             return _by_rule(equation, operands)
     except REFUSALS:
-        uses.wanted, uses.typed, uses.native = before
+        uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None
 
 
@@ -327,7 +372,7 @@ def _run_inner(
     wanted: set[int] = set()
     unused: frozenset[int] = frozenset()
     while True:
-        inner = _Inner(operands, frozenset(wanted), unused, Uses())
+        inner = _Inner(operands, frozenset(wanted), unused, Uses(uses.axes))
         try:
             found = run(inner)
         except _NotPassedError as error:
@@ -343,6 +388,7 @@ def _run_inner(
             for leaf in operands[number].leaves:
                 uses.native.setdefault(leaf, name)
         uses.typed.update(*(operands[number].leaves for number in inner.uses.typed))
+        uses.gathered.update(*(operands[number].leaves for number in inner.uses.gathered))
         return found
 
 
