@@ -6,7 +6,8 @@ r"""Times training steps by the ways of `ways.py`: what a step computes, sends a
 One process has all GPUs, or several find each other by NUM_HOSTS, HOST_ID and COORDINATOR in the
 environment; the first one prints. The model is that of `examples/llm_model.py` with the optimizer
 of `examples/train_llm.py`: bf16 matrix products, f32 parameters (or masters) and moments, bf16
-gradients, state donated, random tokens. The host waits for nobody within a sample of several steps.
+gradients, state donated, fresh random tokens in each step. The host waits for nobody within a
+sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
 ``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
@@ -18,6 +19,7 @@ see `llm_model.training_flops`.
 
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import os
@@ -37,6 +39,7 @@ import timeline
 import typer
 import ways
 from jax import Array
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -174,8 +177,28 @@ def random_params(shapes: Any, sharding: Any) -> Any:
     return treedef.unflatten(draw(key) for draw, key in zip(drawers, keys, strict=True))
 
 
+Draw = Callable[[], Array]
+"""Returns fresh tokens at each call."""
+
+
+def make_draw(like: jax.ShapeDtypeStruct, vocab_size: int) -> Draw:
+    """Draws tokens for one step after the other, all below ``vocab_size``.
+
+    A model that trains on one batch alone learns it by heart within a hundred steps. Its gradients
+    are then almost 0, which those of a training never are.
+    """
+
+    def draw(number: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(1), number)
+        return jax.random.randint(key, like.shape, 0, vocab_size, like.dtype)
+
+    numbers = itertools.count()
+    jitted = jax.jit(draw, out_shardings=like.sharding)
+    return lambda: jitted(np.uint32(next(numbers)))
+
+
 def time_steps(
-    step: Callable, state: Any, tokens: Array, samples: int, steps: int
+    step: Callable, state: Any, draw: Draw, samples: int, steps: int
 ) -> tuple[Any, float, list[float]]:
     """The state and the loss after all steps, and every sample's milliseconds per step.
 
@@ -186,7 +209,7 @@ def time_steps(
     for _ in range(samples + 1):
         start = time.perf_counter()
         for _ in range(steps):
-            state, loss = step(state, tokens)
+            state, loss = step(state, draw())
             if alone:
                 jax.block_until_ready(loss)
         jax.block_until_ready((loss, jax.tree.leaves(state)[0]))
@@ -196,22 +219,22 @@ def time_steps(
     return state, float(loss), found[1:]
 
 
-def profiled(step: Callable, state: Any, tokens: Array) -> Any:
+def profiled(step: Callable, state: Any, draw: Draw) -> Any:
     """The state after so many runs that JAX has compiled the step again, by their profile."""
     for _ in range(jax.config.jax_pgle_profiling_runs + 1):
-        state, loss = step(state, tokens)
+        state, loss = step(state, draw())
         jax.block_until_ready((loss, state))
     return state
 
 
-def profile(step: Any, state: Any, tokens: Array, folder: Path) -> None:
+def profile(step: Any, state: Any, draw: Draw, folder: Path) -> None:
     """Leaves a profile of three steps of a compiled function, for `timeline.py`."""
     found = timeline.collectives_of(step.as_text(), jax.local_device_count())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / timeline.COLLECTIVES).write_text(json.dumps(found, indent=1) + "\n")
     with jax.profiler.trace(folder):
         for _ in range(3):
-            state, loss = step(state, tokens)
+            state, loss = step(state, draw())
             jax.block_until_ready((loss, state))
 
 
@@ -241,7 +264,7 @@ def compile_all(run: Run, texts: Sequence[str]) -> dict[str, Program]:
             way = ways.make_way(text, run.training)
             lowered = ways.lower(way, way.like, run.tokens(way))
         except Exception as error:  # whatever a way raises: the others are worth their rows
-            announce(failure(text, error))
+            print(failure(text, error), flush=True)
         else:
             traced[text] = way, lowered, time.perf_counter() - start
             announce(f"traced {text}")
@@ -256,9 +279,23 @@ def compile_all(run: Run, texts: Sequence[str]) -> dict[str, Program]:
             try:
                 programs[text] = future.result()
             except Exception as error:
-                announce(failure(text, error))
+                print(failure(text, error), flush=True)
             else:
                 announce(f"compiled {text}")
+    return everywhere(texts, programs)
+
+
+def everywhere(texts: Sequence[str], programs: dict[str, Program]) -> dict[str, Program]:
+    """The programs that all processes have: a step that one of them lacks would wait forever."""
+    if jax.process_count() == 1:
+        return programs
+    own = np.array([text in programs for text in texts])
+    found = multihost_utils.process_allgather(own).reshape(-1, len(texts))
+    for text, had in zip(texts, found.T, strict=True):
+        if not had.all():
+            lacking = ", ".join(map(str, np.flatnonzero(~had)))
+            announce(f"{text} failed: processes {lacking} have no program of it; see their logs")
+            programs.pop(text, None)
     return programs
 
 
@@ -268,18 +305,14 @@ def measure(
     """Draws parameters, trains, and times."""
     config, way, step = run.config, program.way, program.step
     with jax.set_mesh(way.mesh):
-        like = run.tokens(way)
-        draw = partial(jax.random.randint, jax.random.key(1), like.shape, 0, config.vocab_size)
-        tokens = jax.jit(draw, out_shardings=like.sharding)()
+        draw = make_draw(run.tokens(way), config.vocab_size)
         state = run.first_state(way)
         if jax.config.jax_enable_pgle:
             step = ways.jitted(way)
-            state = profiled(step, state, tokens)
-        state, loss, times = time_steps(step, state, tokens, samples, steps)
+            state = profiled(step, state, draw)
+        state, loss, times = time_steps(step, state, draw, samples, steps)
         if profiles:
-            profile(
-                program.step, state, tokens, profiles / text.replace(":", "-").replace("/", "-")
-            )
+            profile(program.step, state, draw, profiles / text.replace(":", "-").replace("/", "-"))
     p10, median, p90 = map(float, np.percentile(times, [10, 50, 90]))
     flops = training_flops(config, way.model.shapes, run.tokens_per_worker)
     peak = peak_flops(jax.devices()[0].device_kind)

@@ -4,8 +4,8 @@ A name is ``WAY[-checkpoint][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``.
 ways. ``checkpoint`` computes each block again in the backward pass. GRADIENTS says how gradients
 travel. OTHERS says it of parameters' differences (zero) or of parameters (fsdp). Each is a number
 of bits of DynamiQ, with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error``
-(``mxfp8``, ``f32``). Differences always have dither. A method alone (``dynamiq:5``) means ``dp:``
-with it.
+(``mxfp8``, ``f32``). Differences always have dither. Fewer than 2.375 bits (``4d/2``) have the
+widths 1 to 3, and no floor. A method alone (``dynamiq:5``) means ``dp:`` with it.
 
 ``f32`` turns each way into its exact twin: `tests/test_ways.py` compares these with plain JAX.
 """
@@ -37,6 +37,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from llm_model import Config, init_params, make_stages  # pyright: ignore[reportMissingImports]
 
 State = Any
+LEAST_BITS = 2.375
+"""Wire bits per coordinate of DynamiQ's narrowest default width, 2, with its metadata."""
+
 ValueAndGrad = Callable[[Any, Array], tuple[Array, Any]]
 """(parameters of every function, tokens) -> (the loss, its gradients)."""
 
@@ -135,10 +138,12 @@ class Training:
 
     def request(self, text: str, dither: bool = False) -> dq.Compression:
         """The compression that a part of a way's name says."""
-        method = text
+        method, options = text, {}
         if bits := re.fullmatch(r"([\d.]+)(d?)", text):
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
-        made = contenders.make_method(method)
+            if float(bits[1]) < LEAST_BITS:
+                options = {"widths": (1, 2, 3), "floor": None}
+        made = contenders.make_method(method, **options)
         native = contenders.is_native(made) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 

@@ -45,6 +45,84 @@ def test_a_fresh_interpreter_loads_little_and_explains_without_rich():
         assert text in result.stdout
 
 
+PUBLIC = """
+import builtins, os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+native = builtins.__import__
+
+def public(name, globals=None, locals=None, fromlist=(), level=0):
+    asks = (globals or {}).get("__name__", "").partition(".")[0]
+    private = name.startswith("jax._") or name == "jax" and "_src" in (fromlist or ())
+    if private and asks in ("dynamiq_jax", "pallas_kernels"):
+        raise ImportError(f"{globals['__name__']} imports {name}")
+    return native(name, globals, locals, fromlist, level)
+
+builtins.__import__ = public
+import jax, optax
+import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec as P
+import dynamiq_jax as dq
+
+method = dq.Compression(dq.DynamiQ(), min_leaf_size=0, min_bucket_size=0, min_bucket_bytes=0)
+params = {"w": jnp.ones((512, 64))}
+batch = jnp.ones((8, 512))
+
+def loss_fn(params, x):
+    return jnp.mean(jnp.tanh(x @ params["w"]) ** 2)
+
+def traced(step, specs, *more, kind=AxisType.Auto):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    maps = {"mesh": mesh, "in_specs": (specs, *more, P("data")), "out_specs": specs}
+    return mesh, jax.shard_map(step, **maps)
+
+def gradients(params, x):
+    return jax.grad(loss_fn)(jax.lax.pcast(params, "data", to="varying"), x)
+
+def all_reduced(params, x):
+    return dq.psum(gradients(params, x), "data", method=method)
+
+def gathered(params, x):
+    gather = dq.reduce_in_backward
+    whole = lambda own: gather(own, "data", method=method, specs=P("data"))
+    return jax.grad(lambda own: loss_fn(whole(own), x))(params)
+
+def piped(params, x):
+    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", method=method))(params)
+
+jax.eval_shape(traced(all_reduced, P())[1], params, batch)
+jax.eval_shape(traced(gathered, P("data"))[1], params, batch)
+jax.eval_shape(traced(piped, P())[1], [params], batch)
+for make in (dq.optax.all_reduce, None):
+    mesh = traced(None, P())[0]
+    if make:
+        optimizer = optax.chain(make("data", method=method), optax.sgd(0.1))
+    else:
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", method=method)
+    state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(state)
+
+    def step(given, x):
+        params, state = given
+        updates, state = optimizer.update(gradients(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+    jax.eval_shape(traced(step, (P(), specs))[1], (params, state), batch)
+for kind in AxisType.Auto, AxisType.Explicit:
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
+    with jax.set_mesh(mesh):
+        own = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
+        both = dq.value_and_grad(loss_fn, axis_name="data", method=method)
+        jax.eval_shape(jax.jit(both), params, own)
+print("public")
+"""
+
+
+def test_every_way_to_train_lives_on_public_jax():
+    """No module of ours imports `jax._src`, neither when it loads nor when it traces."""
+    result = python(PUBLIC)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "public\n"
+
+
 def test_without_optax_it_says_what_to_install(monkeypatch):
     monkeypatch.delattr(dq, "optax", raising=False)
     for name in [name for name in sys.modules if name.startswith("dynamiq_jax.optax")]:

@@ -51,7 +51,7 @@ COMPRESSED = [
     for name in ([f"{name}:{'/'.join(kind.methods)}"] if kind.methods else [])
 ] + [
     "dp-layers-checkpoint:5", "fsdp-checkpoint:5/8", "fsdp-layers-checkpoint:5/8",
-    "fsdp-explicit-checkpoint:5/8", "fsdp:4d/bf16",
+    "fsdp-explicit-checkpoint:5/8", "fsdp:4d/bf16", "zero-pipeline:4d/2", "zero-dear:4d/2",
 ]  # fmt: skip
 
 

@@ -4,11 +4,11 @@ Some of it has no public interface in JAX. Each such use raises where it does no
 expects, or is tried once (`_tried`) on a small example with a known answer.
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import inspect
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array, lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 KNOWN_VERSIONS = "0.10.2 to 0.12"
@@ -46,10 +46,14 @@ def _private(part: str) -> Iterator[None]:
         raise RuntimeError(_unknown(part)) from error
 
 
+def _aside(function: Callable[[], Any]) -> Any:
+    """What ``function`` returns or raises in a thread of its own, where no trace is around it."""
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        return threads.submit(function).result()
+
+
 def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
     """A decorator: before its first call a function is tried on an example.
-
-    The example runs in a thread of its own, since contexts of JAX are those of a thread.
 
     Raises:
       RuntimeError: (the decorated function) the example returns `False`, or raises.
@@ -58,18 +62,10 @@ def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.cache
         def answer() -> bool | Exception:
-            found: list[bool | Exception] = []
-
-            def run() -> None:
-                try:
-                    found.append(example())
-                except Exception as error:
-                    found.append(error)
-
-            thread = threading.Thread(target=run)
-            thread.start()
-            thread.join()
-            return found[0]
+            try:
+                return _aside(example)
+            except Exception as error:
+                return error
 
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
@@ -81,12 +77,6 @@ def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
         return checked
 
     return decorated
-
-
-with _private("jax._src, the private modules"):
-    from jax._src import config
-    from jax._src.core import ShardingTypeError
-    from jax._src.pjit import reshard_p
 
 
 def coordination_client() -> Any:
@@ -202,15 +192,9 @@ def transposes_a_map() -> bool:
     return found
 
 
-# JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Its
-# options are such a context, and there is no public way to make one.
-_number = config.int_state(
-    name="dynamiq_jax_traced_for",
-    default=0,
-    help="number of the trace of dynamiq_jax.value_and_grad; 0 outside",
-    include_in_jit_key=True,
-    include_in_trace_context=True,
-)
+# JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs.
+_number = jax.make_user_context(0)
+"""The number of the trace of `dynamiq_jax.value_and_grad`; 0 outside."""
 
 
 def _knows_contexts() -> bool:
@@ -300,11 +284,42 @@ def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return own, getattr(jaxpr, "consts", ())
 
 
-REFUSALS = (TypeError, ValueError, NotImplementedError, AssertionError, ShardingTypeError)
-"""Errors that JAX raises where it has no rule for an array's type; others are mistakes."""
+def _typed(mesh: AbstractMesh, spec: P) -> jax.ShapeDtypeStruct:
+    """A matrix of 2 x 2 on a mesh."""
+    return jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=NamedSharding(mesh, spec))
 
-reshard_primitive = reshard_p
-"""The primitive of `jax.reshard`, which has no public name."""
+
+_EXPLICIT = AbstractMesh((2,), ("worker",), axis_types=(AxisType.Explicit,))
+
+
+@functools.cache
+def refusals() -> tuple[type[Exception], ...]:
+    """Errors that JAX raises where it has no rule for an array's type; others are mistakes.
+
+    One of them has no public name: JAX raises it for a sum of arrays that are split differently.
+    """
+    operands = _typed(_EXPLICIT, P("worker")), _typed(_EXPLICIT, P(None, "worker"))
+    try:
+        _aside(lambda: jax.eval_shape(jnp.add, *operands))
+    except Exception as error:
+        if "shard" in str(error):
+            return TypeError, ValueError, NotImplementedError, AssertionError, type(error)
+    raise RuntimeError(_unknown("sums of arrays on Explicit axes that are split differently"))
+
+
+@functools.cache
+def reshard_primitive() -> Primitive:
+    """The primitive of `jax.reshard`, which has no public name."""
+
+    def trace() -> Any:
+        with jax.sharding.use_abstract_mesh(_EXPLICIT):
+            whole = lambda x: jax.reshard(x, P())
+            return jax.make_jaxpr(whole)(_typed(_EXPLICIT, P("worker")))
+
+    (equation,) = with_constants(_aside(trace))[0].eqns
+    if name_of(equation) != "reshard":
+        raise RuntimeError(_unknown(f"jax.reshard, which is traced as {name_of(equation)}"))
+    return equation.primitive
 
 
 def _knows_vjp() -> bool:

@@ -20,7 +20,6 @@ _forgotten: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 _lock = threading.Lock()
 _users = 0
 _of_jax = jax.lax.with_sharding_constraint
-_reshard_of_jax = reshard_primitive.bind
 _replaced: list[tuple[dict[str, Any], str]] = []
 
 
@@ -36,11 +35,12 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
     into Auto ones: they have no such types.
     """
     global _users
+    primitive = reshard_primitive()
     token = _forgotten.set(frozenset(names))
     with _lock:
         _users += 1
         if _users == 1:
-            reshard_primitive.bind = _reshard
+            primitive.bind = _reshard
             for names_of_module, name in _references():
                 names_of_module[name] = _constrain
                 _replaced.append((names_of_module, name))
@@ -59,7 +59,7 @@ def constraints_without(names: Collection[str]) -> Iterator[None]:
         with _lock:
             _users -= 1
             if not _users:
-                reshard_primitive.bind = _reshard_of_jax
+                del primitive.bind  # that of the class is back
                 while _replaced:
                     names_of_module, name = _replaced.pop()
                     names_of_module[name] = _of_jax
@@ -111,7 +111,8 @@ def _reshard(x: Any, *, dst_sharding: NamedSharding, **options: Any) -> Any:
     if kept:
         own = PartitionSpec(*spec.partitions, reduced=spec.reduced | kept, unreduced=spec.unreduced)
         dst_sharding = NamedSharding(mesh, own)
-    return _reshard_of_jax(x, dst_sharding=dst_sharding, **options)
+    primitive = reshard_primitive()
+    return type(primitive).bind(primitive, x, dst_sharding=dst_sharding, **options)
 
 
 def _without(entry: Any, names: frozenset[str]) -> Any:

@@ -28,7 +28,7 @@ from dynamiq_jax.collectives.explicit_sums import (
 )
 from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import REFUSALS, linear_program, name_of, traced_for
+from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
 from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -117,7 +117,7 @@ class Deferred(NamedTuple):
         try:
             with explained(chosen), gathered_before(bool(gathered)):
                 value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
-        except REFUSALS as error:
+        except refusals() as error:
             return by_use(error)
         program = linear_program(back)
         first = len(program.invars) - len(leaves)  # the primals' tangents come last
@@ -155,7 +155,7 @@ class Deferred(NamedTuple):
         try:
             with explained(chosen), traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
-        except REFUSALS as error:
+        except refusals() as error:
             return by_use(error)
         value = (value, aux) if self.has_aux else value
         pairs = zip(grads, leaves, strict=True)
@@ -199,7 +199,7 @@ class Deferred(NamedTuple):
                 value, back, aux = jax.vjp(run, own, plain, has_aux=True)
                 with traced_for(BACKWARD):
                     terms, sums = back(self._seed(value.dtype))
-        except REFUSALS:
+        except refusals():
             return None
         self._warn_of_native(params, found, chosen, large)
         # A typed twin that met no examples has no terms, and a plain one that served none no sum.
@@ -323,7 +323,7 @@ class Deferred(NamedTuple):
         try:
             with constraints_without(self.axis.names):
                 yield
-        except REFUSALS as error:
+        except refusals() as error:
             self._check_split(data, error)
             if not chosen:
                 raise

@@ -29,10 +29,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.compat import (
-    REFUSALS,
     evaluate,
     inner_jaxprs,
     name_of,
+    refusals,
     with_constants,
 )
 from dynamiq_jax.training.derived import (
@@ -205,7 +205,7 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
             return _RUNNERS[name](equation, operands, uses)
         if name in RULES:
             return _by_rule(equation, operands)
-    except REFUSALS:
+    except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None
 
@@ -238,7 +238,7 @@ def _of_parameters(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     def typed() -> Sequence[Any]:
         try:
             return _derived(equation, operands)
-        except REFUSALS:
+        except refusals():
             return [None] * len(equation.outvars)
 
     def broken() -> str:
@@ -271,7 +271,7 @@ def _derived(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any]:
     if name_of(equation) == "reshard":
         return _resharded(equation, operands[0])
     if name_of(equation) in RULES and all(map(is_inexact, equation.outvars)):
-        with contextlib.suppress(*REFUSALS):
+        with contextlib.suppress(*refusals()):
             if (found := _by_rule(equation, operands)) is not None:
                 return found
     if has_own_derivative(equation):
