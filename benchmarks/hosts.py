@@ -207,6 +207,9 @@ class Hosts:
             # NCCL then ends with "message truncated", or hangs. So one compiles for all, and alone.
             flags.append("--xla_gpu_shard_autotuning=false")
             env.setdefault("JAX_SHARE_BINARY_BETWEEN_HOSTS", "1")
+            # JAX names a program by its text, which has a pointer where cuDNN's attention is split.
+            # A host whose name differs waits for a program that nobody sends.
+            env.setdefault("JAX_REMOVE_CUSTOM_PARTITIONING_PTR_FROM_CACHE_KEY", "1")
         env["XLA_FLAGS"] = " ".join(flags).strip()
         return env
 
