@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.base import Outcome, ShardedMethod
+from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.request.compression import as_compression
 
@@ -255,7 +255,7 @@ def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
 
 
 @dataclasses.dataclass(frozen=True)
-class Seeds(dq.F32, ShardedMethod):
+class Seeds(dq.F32):
     """Scatters the seeds it is told, and "sums" to their spread over the groups that scattered."""
 
     native_by_default = False

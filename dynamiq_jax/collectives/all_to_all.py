@@ -22,7 +22,6 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
-from dynamiq_jax.executors.codec import Encoder
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -61,9 +60,9 @@ def all_to_all(
 
     `DynamiQ` encodes every coordinate at the widest width that ``bits`` hold with their metadata:
     8 bits take 8.34 on the wire, 6 bits 6.34. Zeros stay zeros, as do padding and dropped tokens.
-    A NaN or an infinity makes the 256 coordinates of its super-group NaN, and no others. Methods
-    of `dynamiq_jax.comparators` that agree on nothing ahead (`MXFP8`, `MinMax`) serve as well, with
-    what their docstrings say of zeros and NaN; `BF16` and `F32` cast.
+    A NaN or an infinity makes the 256 coordinates of its super-group NaN, and no others. Other
+    quantisers without memory (`dynamiq_jax.comparators`: `MXFP8`, `MinMax`, `GlobalQSGD`) serve as
+    well, with what their docstrings say of zeros and NaN; `BF16` and `F32` cast.
 
     There is no such collective outside of maps: there `jax.reshard` changes the sharding.
 
@@ -87,7 +86,7 @@ def all_to_all(
     Raises:
       ValueError: a leaf's dimension does not divide or does not exist, or an argument is malformed.
       NameError: ``axis_name`` is not mapped.
-      NotImplementedError: a method that needs an agreement or a state, ``axis_index_groups`` under
+      NotImplementedError: a method that keeps a state or sums natively, ``axis_index_groups`` under
         `jax.vmap`, positional axes, or leaves to be compressed where `jax.shard_map` left axes of
         the mesh automatic or explicit.
     """
@@ -168,7 +167,7 @@ def exchange_rows(x: Array, seed: Seed, *, axis: Axis, method: HopMethod) -> Arr
     with jax.named_scope(f"{type(method).__name__.lower()}_all_to_all"):
         if isinstance(method, DynamiQ):
             return _exchange_dynamiq(x, seed, axis, method)
-        return _exchange_plain(x, seed, axis, method)
+        return method.exchange(x, Call(axis, None, seed))
 
 
 def _exchange_dynamiq(
@@ -210,32 +209,6 @@ def _exchange_dynamiq(
     return jnp.clip(found, -largest, largest) if x.dtype == jnp.float16 else found
 
 
-def _exchange_plain(
-    x: Float[Array, "n s"], seed: Seed, axis: Axis, method: HopMethod
-) -> Float[Array, "n s"]:
-    """Every block is the only chunk of one worker, under the seed of sender and receiver."""
-    n, size = x.shape
-    alone = Call(Axis(()), Direct(streams=1), seed)
-    layout = method.layout(size, 1, Direct(streams=1))
-    everyone, first = jnp.arange(n, dtype=jnp.int32), jnp.zeros(1, jnp.int32)
-
-    def codec(block: Array, sender: Array, receiver: Array):
-        call = alone._replace(seed=fold_seed(seed, sender * n + receiver))
-        return method.codec(block, method.share(None, layout, call), layout, call)
-
-    def encode(block: Array, receiver: Array):
-        own = codec(block, axis.index, receiver)
-        return own.encode((), first, Encoder(0, 0, 0), None)[0]
-
-    def decode(payload, sender: Array) -> Array:
-        own = codec(jnp.zeros(size, x.dtype), sender, axis.index)
-        found = own.decode(payload, first, Encoder(0, first, first), None)
-        return found.reshape(-1)[:size]
-
-    arrived = axis.all_to_all(jax.vmap(encode)(x, everyone))
-    return jax.vmap(decode)(arrived, everyone)
-
-
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
     """The wire format of one width: the widest that the method's bits hold for all workers."""
     # One worker sends nothing, and gets the format of two.
@@ -262,12 +235,10 @@ def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
         serves = one and not method.dither and not method.format.subtract_mean
         serves = serves and _format(method, n_workers).widths[0] > 1
     elif isinstance(method, HopMethod):
-        x = jax.ShapeDtypeStruct((1,), jnp.float32)
-        layout = method.layout(1, 1, Direct(streams=1))
-        serves = jax.eval_shape(lambda x: method.measure(x, layout), x) is None
+        serves = not method.needs_state
     if not serves:
         raise NotImplementedError(
-            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without an "
-            "agreement, means, dither or state; pass dq.DynamiQ(bits=8.5), dq.comparators.MXFP8() "
-            "or dq.BF16()"
+            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
+            "dither or state, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
+            "dq.comparators.MXFP8() or dq.BF16()"
         )

@@ -17,7 +17,7 @@ from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
-from dynamiq_jax.methods import ShardedMethod
+from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.request.agreement import compare_first
@@ -45,7 +45,7 @@ def psum_scatter(
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    method: Compression | ShardedMethod | ByPath | None = None,
+    method: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
@@ -215,9 +215,7 @@ def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
 
 # Buckets of the same size are traced and lowered once, as in `buckets`.
 @functools.partial(jax.jit, static_argnames=("axis", "method", "topology"))
-def _scatter_bucket(
-    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, topology: Any
-) -> Array:
+def _scatter_bucket(x: Array, seed: Seed, *, axis: Axis, method: Method, topology: Any) -> Array:
     return method.reduce_scatter(x, Call(axis, topology, seed))
 
 
@@ -228,7 +226,7 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: Varying = "varying",
-    method: Compression | ShardedMethod | ByPath | None = None,
+    method: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Tree:
@@ -326,9 +324,7 @@ def _gather_leaves(
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method", "to"))
-def _gather_bucket(
-    x: Array, seed: Seed, *, axis: Axis, method: ShardedMethod, to: Varying
-) -> Array:
+def _gather_bucket(x: Array, seed: Seed, *, axis: Axis, method: Method, to: Varying) -> Array:
     whole = method.all_gather(x, Call(axis, None, seed), invarying=to != "varying")
     reduced = to == "reduced" and axis.tracked  # the method's result counts as replicated
     return lax.pcast(whole, axis.names, to="reduced") if reduced else whole

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.comparators.lanes import bit_words, chunk_noise, pack_bits, uniform, unpack_bits
+from dynamiq_jax.comparators.lanes import bit_words, pack_bits, uniform, unpack_bits
 from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, clipped
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
+from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod, chunk_noise
 from dynamiq_jax.topologies import Topology
 
 LEAST_SCALE = 2.0**-100

@@ -1,4 +1,4 @@
-"""Small integers in ``uint32`` words, and the noise that rounds to them.
+"""Small integers in ``uint32`` words, and numbers from uniform words.
 
 *Lanes* (`pack_lanes`) are as wide as a sum over all workers needs, so that words can be added
 without decoding; `pack_bits` packs fields of any width without gaps, for payloads that are decoded
@@ -6,15 +6,11 @@ before they are added. In both, field i is in word i mod W of W words, so that t
 words are filled first: packing is arithmetic on long vectors, however many lanes a word has.
 """
 
-from collections.abc import Callable
-
 import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt, UInt32
 
-from dynamiq_jax.methods.plain import ChunkLayout
 from pallas_kernels.format import plane_shift, planes_of
-from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
 def pack_lanes(values: UInt[Array, "*rows m"], width: int) -> UInt32[Array, "*rows words"]:
@@ -71,30 +67,6 @@ def unpack_bits(
         part = unpack_lanes(words[..., at:end], size, plane)
         fields, at = fields | part << plane_shift(bits, plane), end
     return jnp.asarray(fields)
-
-
-def chunk_noise(
-    seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
-) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
-    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
-
-    Chunks are multiples of 4 coordinates.
-    """
-    rows = slot_noise(seed, n_slots, "independent")
-
-    def words(chunk, slot):
-        first = jnp.asarray(chunk, jnp.uint32) * (layout.chunk_size // 4)
-        return coordinate_noise(rows[slot], layout.chunk_size, first)
-
-    return words
-
-
-def coordinate_noise(
-    row: UInt32[Array, " 8"], size: int, first_quad: Array | int = 0
-) -> UInt32[Array, " size"]:
-    """A uniform word per coordinate, by a row of `pallas_kernels.slot_noise`."""
-    within = jnp.arange(size, dtype=jnp.uint32)
-    return noise_words(first_quad + within // 4, within % 4 * 8, Noise(*row), "independent")
 
 
 def uniform(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:

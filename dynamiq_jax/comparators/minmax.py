@@ -17,8 +17,7 @@ from jaxtyping import Float, UInt32
 
 from dynamiq_jax.comparators import lanes
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
+from dynamiq_jax.methods.plain import PlainMethod
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -62,27 +61,12 @@ class MinMax(PlainMethod):
         """Whole buckets."""
         return self.bucket_size
 
-    def payload_bits(self, chunk_size: int) -> int:
-        """See `PlainMethod`."""
-        return 32 * (chunk_size // self.bucket_size + lanes.bit_words(chunk_size, self.bits))
-
-    def operations(
-        self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
-    ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """See `PlainMethod`."""
-        words = lanes.chunk_noise(shared, call.n_slots, layout)
-
-        def encode(values, chunk, slot):
-            return self.encoded(values, None if self.rounding == "nearest" else words(chunk, slot))
-
-        return x, PlainCodec(encode, lambda payload, _: self.decoded(payload, layout.chunk_size))
-
-    def encoded(
-        self, x: Float[Array, " m"], noise: UInt32[Array, " m"] | None
+    def encode(
+        self, values: Float[Array, " m"], noise: UInt32[Array, " m"]
     ) -> UInt32[Array, " words"]:
-        """The payload of m values of whole buckets; without noise they are rounded to nearest."""
+        """See `PlainMethod`."""
         top = (1 << self.bits) - 1
-        x = x.astype(jnp.float32).reshape(-1, self.bucket_size)
+        x = values.astype(jnp.float32).reshape(-1, self.bucket_size)
         finite = jnp.all(jnp.isfinite(x), axis=1)  # the least of numbers may be taken without NaN
         values = jnp.where(finite[:, None], jnp.clip(x, -MOST, MOST), 0.0)
         offset = _as_bf16(jnp.min(values, axis=1), up=False)
@@ -91,7 +75,7 @@ class MinMax(PlainMethod):
         scaled = jnp.where(step > 0, 1.0 / jnp.where(step > 0, step, 1.0), 0.0)[:, None]
         # Rounded on its own, or a compiler may fuse it with the addition of the noise.
         scaled = lax.reduce_precision((values - offset[:, None]) * scaled, 8, 22)
-        if noise is None:
+        if self.rounding == "nearest":
             codes = jnp.round(scaled)
         else:
             codes = jnp.floor(scaled + lanes.uniform(noise.reshape(values.shape)))
@@ -100,8 +84,8 @@ class MinMax(PlainMethod):
         words = lanes.words_of(offset) >> 16 | lanes.words_of(step) & jnp.uint32(0xFFFF0000)
         return jnp.concatenate([words, lanes.pack_bits(codes.reshape(-1), self.bits)])
 
-    def decoded(self, payload: UInt32[Array, " words"], size: int) -> Float[Array, " m"]:
-        """The ``size`` values of a payload, f32."""
+    def decode(self, payload: UInt32[Array, " words"], size: int) -> Float[Array, " m"]:
+        """See `PlainMethod`."""
         buckets = size // self.bucket_size
         words = payload[:buckets, None]
         offset, step = lanes.floats_of(words << 16), lanes.floats_of(words & jnp.uint32(0xFFFF0000))

@@ -20,8 +20,7 @@ from jaxtyping import Array, Float, UInt32
 
 from dynamiq_jax.comparators import lanes
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
+from dynamiq_jax.methods.plain import PlainMethod
 
 BLOCK = 32
 """Values that share a scale."""
@@ -170,21 +169,16 @@ class _MX(PlainMethod):
         """Checks every field."""
         check_fields(self)
 
-    def payload_bits(self, chunk_size: int) -> int:
+    def encode(
+        self, values: Float[Array, " m"], noise: UInt32[Array, " m"]
+    ) -> UInt32[Array, " words"]:
         """See `PlainMethod`."""
-        codes = lanes.bit_words(chunk_size, ELEMENTS[self.element].bits)
-        return 32 * (lanes.bit_words(chunk_size // BLOCK, 8) + codes)
+        stochastic = self.rounding == "stochastic"
+        return encode(values, ELEMENTS[self.element], noise if stochastic else None)
 
-    def operations(
-        self, x: Float[Array, " d"], shared: Array, layout: ChunkLayout, call: Call
-    ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Payloads of `encode`."""
-        element, size = ELEMENTS[self.element], layout.chunk_size
-        noise = lambda chunk, slot: None
-        if self.rounding == "stochastic":
-            noise = lanes.chunk_noise(shared, call.n_slots, layout)
-        encoded = lambda values, chunk, slot: encode(values, element, noise(chunk, slot))
-        return x, PlainCodec(encoded, lambda payload, _: decode(payload, size, element))
+    def decode(self, payload: UInt32[Array, " words"], size: int) -> Float[Array, " m"]:
+        """See `PlainMethod`."""
+        return decode(payload, size, ELEMENTS[self.element])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,12 +24,13 @@ from jax import Array
 from jaxtyping import Float, Int, UInt32
 
 from dynamiq_jax.comparators import hadamard
-from dynamiq_jax.comparators.lanes import coordinate_noise, pack_lanes, unpack_lanes
+from dynamiq_jax.comparators.lanes import pack_lanes, unpack_lanes
 from dynamiq_jax.comparators.native import NativeMethod, StepState
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
+from dynamiq_jax.methods.plain import coordinate_noise
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.hashing import slot_noise
 

@@ -1,11 +1,13 @@
 """Methods: how one flat array is reduced over one axis.
 
-A method is a frozen dataclass of static options with the members of `Method`. Adding one takes a
-file here, an export, a row in the common test table and a row in the benchmark table.
+A method is a frozen dataclass of static options with the members of `Method`. A quantiser derives
+from `methods.plain.PlainMethod`, which makes all of them out of `encode` and `decode`
+(docs/extending.md).
 """
 
 import math
-from abc import ABC, abstractmethod
+import warnings
+from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
@@ -130,6 +132,8 @@ class Method(Options, ABC):
     """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
     needs_state: ClassVar[bool] = False
     """Whether the method would be wrong without a state."""
+    shards: ClassVar[bool] = False
+    """Whether the method has `reduce_scatter`, `all_gather` and `sharded_wire_bits`."""
 
     @property
     def most_bits(self) -> float:
@@ -180,6 +184,20 @@ class Method(Options, ABC):
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
 
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
+        raise NotImplementedError
+
+    def all_gather(
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """All workers' ``x``, the same bits on all; ``invarying``: JAX counts it as replicated."""
+        raise NotImplementedError
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits a worker sends to scatter n slices of ``size``; without topology, to gather them."""
+        raise NotImplementedError
+
     def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """The part of `wire_bits` that crosses outer axes: all of it without a hierarchy."""
         return self.wire_bits(size, n_workers, topology)
@@ -214,24 +232,38 @@ class TellsLosses(Method):
         return None
 
 
-class ShardedMethod(Method):
-    """A method that can also do the halves of an all-reduce."""
+class _AnyThatShards(ABCMeta):
+    """Makes every method that shards an instance of the deprecated `ShardedMethod`."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        if cls is not _ShardedMethod:
+            return super().__subclasscheck__(subclass)
+        # Not issubclass, which asks the subclasses of `Method`, and so this one, again.
+        return Method in subclass.__mro__ and subclass.shards
+
+
+class _ShardedMethod(Method, metaclass=_AnyThatShards):
+    """The deprecated base of methods that shard; `Method.shards` replaces it."""
 
     __slots__ = ()
 
-    @abstractmethod
-    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
+    shards: ClassVar[bool] = True
 
-    @abstractmethod
-    def all_gather(
-        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
-    ) -> Float[Array, "n s"]:
-        """All workers' ``x``, the same bits on all; ``invarying``: JAX counts it as replicated."""
 
-    @abstractmethod
-    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits a worker sends to scatter n slices of ``size``, or, without topology, to gather."""
+def __getattr__(name: str) -> Any:
+    """The deprecated name, with a warning."""
+    if name != "ShardedMethod":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "ShardedMethod is deprecated and goes with the next minor version: derive a quantiser from "
+        "dynamiq_jax.methods.PlainMethod, and ask a method for method.shards",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return _ShardedMethod
 
 
 class Around(Method):

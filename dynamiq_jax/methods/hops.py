@@ -8,15 +8,18 @@ import warnings
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.executors.codec import ChunkCodec
+from dynamiq_jax.core.seeds import Seed, fold_seed
+from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
-from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies import Direct, Topology
 from dynamiq_jax.topologies.base import check_schedule
 
 Message = Any
@@ -25,6 +28,9 @@ Shared = Any
 """A pytree of arrays; what all workers know ahead of the first hop."""
 Layout = Any
 """The static sizes of a collective: `dynamiq.layout.Layout`, or `methods.plain.ChunkLayout`."""
+
+ALONE = Direct(streams=1)
+"""The topology under which a block is the only chunk of one worker."""
 
 
 class HopMethod(TellsLosses):
@@ -98,3 +104,62 @@ class HopMethod(TellsLosses):
         if self.debug_checks:
             assert_same_on_workers(shared, call.axis, "the plan")
         return shared
+
+    # --- Blocks: encoded once, by one worker, for all_gather and all_to_all -----------------------
+
+    def encode_block(self, x: Float[Array, " s"], seed: Seed) -> tuple[Message, Payload]:
+        """A block as the only chunk of one worker: its message and its payload, which travel."""
+        layout, call = self.layout(x.shape[0], 1, ALONE), Call(Axis(()), ALONE, seed)
+        message = self.measure(x, layout)
+        codec = self.codec(x, self.share(message, layout, call), layout, call)
+        chunk = jnp.zeros(1, jnp.int32)  # the block is chunk 0, in slot 0
+        return message, codec.encode((), chunk, Encoder(0, 0, 0), None)[0]
+
+    def decode_block(
+        self, encoded: tuple[Message, Payload], size: int, dtype: Any, seed: Seed
+    ) -> Float[Array, " s"]:
+        """The block that `encode_block` encoded under the same seed, [size] of ``dtype``."""
+        message, payload = encoded
+        layout, call = self.layout(size, 1, ALONE), Call(Axis(()), ALONE, seed)
+        shared = self.share(message, layout, call)
+        codec = self.codec(jnp.zeros(size, dtype), shared, layout, call)
+        chunk = jnp.zeros(1, jnp.int32)
+        return codec.decode(payload, chunk, Encoder(0, chunk, chunk), None).reshape(-1)[:size]
+
+    def block_bits(self, size: int) -> int:
+        """Bits of a block of ``size`` coordinates on the wire, its message included."""
+        x, seed = jax.ShapeDtypeStruct((size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint32)
+        encoded = jax.tree.leaves(jax.eval_shape(self.encode_block, x, seed))
+        return sum(8 * part.size * part.dtype.itemsize for part in encoded)
+
+    def all_gather(
+        self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """See `Method`; each worker's ``x`` is a block, under the seed of the worker's number."""
+        axis, to = call.axis, "invarying" if invarying else "varying"
+        self.warn(call._replace(topology=ALONE), "all_gather")
+        with jax.named_scope(f"{type(self).__name__.lower()}_all_gather"):
+            own = self.encode_block(x, fold_seed(call.seed, axis.index))
+            gathered = jax.tree.map(lambda part: axis.all_gather(part, to=to), own)
+
+            def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
+                return self.decode_block(encoded, x.shape[0], x.dtype, fold_seed(call.seed, sender))
+
+            return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
+
+    def exchange(self, x: Float[Array, "n s"], call: Call) -> Float[Array, "n s"]:
+        """Row j of ``x`` goes to worker j, and row i of the result came from worker i.
+
+        Every row is a block, under a seed of its sender and receiver.
+        """
+        n, size = x.shape
+        axis, everyone = call.axis, jnp.arange(n, dtype=jnp.int32)
+        # The exchanges are numbered by sender, then by receiver.
+        seed = lambda sender, receiver: fold_seed(call.seed, sender * n + receiver)
+        encode = lambda row, receiver: self.encode_block(row, seed(axis.index, receiver))
+        arrived = axis.all_to_all(jax.vmap(encode)(x, everyone))
+
+        def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
+            return self.decode_block(encoded, size, x.dtype, seed(sender, axis.index))
+
+        return jax.vmap(decode)(arrived, everyone)

@@ -1,24 +1,48 @@
-"""Plain codecs: chunks of consecutive coordinates, each encoded by itself, for any topology.
+"""Quantisers: one class with `encode` and `decode`, from which every collective is derived.
 
-Shared scales and noise are looked up by a chunk's number and slot; there is no plan. The gradient's
-d coordinates are cut into C chunks of m, the last ones filled up with zeros; a worker adds what
-arrived to its own share in f32.
+Data flow. A *chunk* is m consecutive coordinates, a multiple of the method's ``unit``; a *payload*
+is what a chunk becomes on the wire, a pytree of arrays whose shapes depend on m alone. A quantiser
+says how a chunk becomes a payload (`PlainMethod.encode`), how a payload becomes a chunk
+(`PlainMethod.decode`), and how a decoded chunk joins a sum (`PlainMethod.add`, f32 addition). The
+library does the rest:
+
+* **All-reduce** (`HopMethod.all_reduce`). The d coordinates are padded with zeros to C = n k
+  chunks, k for each of the n workers (``chunks_per_worker``). Chunk ``owner * k + stream`` travels
+  as the topology says. Every worker on its way decodes what arrived, adds it to its own share of
+  the chunk, and encodes the sum. The owner encodes the finished sum once, and all workers, the
+  owner included, decode that payload: so all have the same bits.
+* **Reduce-scatter** (`PlainMethod.reduce_scatter`) is the same without the last step: x is [n, s],
+  row i is padded to the k chunks of worker i, and the owner keeps its sum as it is, not encoded.
+* **All-gather** (`HopMethod.all_gather`). Worker i encodes its shard once, as a *block*: the only
+  chunk of one worker. Payloads are gathered, and all workers decode all blocks.
+* **All-to-all** (`HopMethod.exchange`). Worker i encodes row j of x as a block for worker j.
+
+`psum` and data parallel training use the first; `psum_scatter`, sharded updates (ZeRO-1) and FSDP
+use the next two, also in a pipeline; `ErrorFeedback` takes ``values - decode(encode(values))`` of
+every encoding. Wire bits follow from the shapes of payloads (`PlainMethod.payload_bits`).
+
+A method whose workers agree on something ahead, such as a common scale, overrides `measure`,
+`share` and `operations`. There is no plan: the agreement and the noise are looked up by a chunk's
+number and its slot (which encoding of the chunk it is).
 """
 
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
+from jaxtyping import Float, UInt, UInt32
 
 from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
+from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.methods.base import Call, ring_bits
 from dynamiq_jax.methods.hops import HopMethod, Message, Shared
 from dynamiq_jax.topologies import Topology
+from pallas_kernels.hashing import Noise, noise_words, slot_noise
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +81,32 @@ class PlainCodec(NamedTuple):
     """(payload, chunk) -> f32[m]: what is added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
     """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
+    add: Callable[[Array, Array], Array] = operator.add
+    """(sum f32, decoded f32) -> f32: how what arrived joins a sum."""
+
+
+def chunk_noise(
+    seed: UInt[Array, " 2"], n_slots: int, layout: ChunkLayout
+) -> Callable[[Array, Array | int], UInt32[Array, " m"]]:
+    """The function (chunk, slot) -> a uniform word per coordinate, independent between slots.
+
+    Chunks are multiples of 4 coordinates.
+    """
+    rows = slot_noise(seed, n_slots, "independent")
+
+    def words(chunk, slot):
+        first = jnp.asarray(chunk, jnp.uint32) * (layout.chunk_size // 4)
+        return coordinate_noise(rows[slot], layout.chunk_size, first)
+
+    return words
+
+
+def coordinate_noise(
+    row: UInt32[Array, " 8"], size: int, first_quad: Array | int = 0
+) -> UInt32[Array, " size"]:
+    """A uniform word per coordinate, by a row of `pallas_kernels.slot_noise`."""
+    within = jnp.arange(size, dtype=jnp.uint32)
+    return noise_words(first_quad + within // 4, within % 4 * 8, Noise(*row), "independent")
 
 
 def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
@@ -67,7 +117,7 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
         decoded = jax.vmap(codec.decode)(payloads, chunks)
         if arrived.skip is not None:  # not times zero: what is left out may be NaN
             decoded = jnp.where(number == arrived.skip, 0.0, decoded)
-        return total + decoded, None
+        return codec.add(total, decoded), None
 
     k = jax.tree.leaves(arrived.payloads)[0].shape[0]
     numbered = jnp.arange(k, dtype=jnp.int32), arrived.payloads
@@ -75,22 +125,67 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
 
 
 class PlainMethod(HopMethod):
-    """The base of methods that encode chunks by themselves."""
+    """The base of quantisers: methods that encode chunks by themselves.
+
+    A subclass has ``unit``, `encode` and `decode`. One whose workers agree on something ahead
+    overrides `measure`, `share`, `agreed_bits` and `operations` instead.
+    """
 
     __slots__ = ()
 
+    shards: ClassVar[bool] = True
+
     unit: Any
-    """Coordinates of which chunks are multiples, an int."""
+    """Coordinates of which chunks are multiples, an int; itself a multiple of 4."""
+
+    def encode(self, values: Float[Array, " m"], noise: UInt32[Array, " m"]) -> Payload:
+        """A chunk's payload: a pytree of arrays, of the same shapes for all chunks of m.
+
+        Args:
+          values: f32[m], the coordinates to send; m is a multiple of ``unit``.
+          noise: uint32[m], uniform words for stochastic rounding, new for each encoding. They
+            depend on the caller's key alone, and are the same in every step without one.
+        """
+        raise NotImplementedError(
+            f"{type(self).__name__} has neither encode and decode nor operations; write "
+            "encode(self, values, noise) and decode(self, payload, size)"
+        )
+
+    def decode(self, payload: Payload, size: int) -> Float[Array, " m"]:
+        """The f32[size] values of the payload of a chunk of ``size`` coordinates."""
+        raise NotImplementedError(
+            f"{type(self).__name__} has encode and no decode; write decode(self, payload, size)"
+        )
+
+    def add(self, total: Float[Array, "*c"], arrived: Float[Array, "*c"]) -> Float[Array, "*c"]:
+        """A sum with one more decoded chunk, f32; ``add(total, 0)`` is ``total``."""
+        return total + arrived
 
     def operations(
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """The gradient in units in which values are added up, perhaps padded, and their codec."""
-        raise NotImplementedError
+        if self.unit % 4:
+            raise ValueError(
+                f"{type(self).__name__}.unit={self.unit} is not a multiple of 4, and one word of "
+                f"noise serves 4 coordinates; pass unit={-(-self.unit // 4) * 4}"
+            )
+        words, size = chunk_noise(shared, call.n_slots, layout), layout.chunk_size
+
+        def encode(values: Array, chunk: Array, slot: Array | int) -> Payload:
+            return self.encode(values, words(chunk, slot))
+
+        def decode(payload: Payload, chunk: Array) -> Array:
+            return self.decode(payload, size)
+
+        return x, PlainCodec(encode, decode, add=self.add)
 
     def payload_bits(self, chunk_size: int) -> int:
-        """Bits of the payload of a chunk."""
-        raise NotImplementedError
+        """Bits of the payload of a chunk, from the shapes that `encode` returns."""
+        values = jax.ShapeDtypeStruct((chunk_size,), jnp.float32)
+        noise = jax.ShapeDtypeStruct((chunk_size,), jnp.uint32)
+        parts = jax.tree.leaves(jax.eval_shape(self.encode, values, noise))
+        return sum(8 * part.size * part.dtype.itemsize for part in parts)
 
     def agreed_bits(self, size: int) -> int:
         """Bits of a worker's message to the agreement."""
@@ -140,8 +235,42 @@ class PlainMethod(HopMethod):
                 into = jnp.zeros((layout.chunks, layout.chunk_size), x.dtype)
             return into.at[chunks].set(values, unique_indices=True, mode="promise_in_bounds")
 
+        def finish(arrived, chunks, into):
+            values = restored(add(arrived, chunks), chunks)
+            values = (values / call.divisor if call.divisor != 1 else values).astype(x.dtype)
+            # Streams finish in order, so that rows [k, m] are the worker's chunks in order.
+            return values if into is None else jnp.concatenate([into, values])
+
         losses = jnp.zeros(own.shape, jnp.float32) if call.keep_error else None
-        return ChunkCodec(encode, decode, lost=losses)
+        return ChunkCodec(encode, decode, finish, lost=losses)
+
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """See `Method`; the owner's sums are not encoded again."""
+        assert call.topology is not None
+        self.warn(call, "reduce_scatter")
+        n, size = x.shape
+        with jax.named_scope(f"{type(self).__name__.lower()}_reduce_scatter"):
+            layout = self.layout(n * size, n, call.topology)
+            # Row i fills the chunks of worker i: [n, s] becomes [n, k m], padded with zeros.
+            layout = replace(layout, size=layout.padded_size)
+            row = layout.chunks_per_worker * layout.chunk_size
+            flat = jnp.pad(x, ((0, 0), (0, row - size))).reshape(-1)
+            codec = self.codec(flat, self.agreed(flat, layout, call), layout, call)
+            streams = layout.chunks_per_worker
+            total = reduce_scatter(call.topology, codec, call.axis, streams)
+            return total.reshape(-1)[:size]
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """Bits to reduce-scatter slices of ``size``; without a topology, to all-gather them."""
+        if n_workers == 1:
+            return 0
+        if topology is None:
+            return (n_workers - 1) * self.block_bits(size)
+        layout = self.layout(n_workers * size, n_workers, topology)
+        sent = sum(stage.sent for stage in topology.stages(n_workers)[:-1])  # no sinks
+        agreed = ring_bits(self.agreed_bits(layout.padded_size), n_workers)
+        payload = self.payload_bits(layout.chunk_size)
+        return layout.chunks_per_worker * sent * payload + agreed
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""

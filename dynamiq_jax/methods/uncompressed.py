@@ -39,6 +39,18 @@ class _Uncompressed(PlainMethod):
         lost = own - lax.reduce_precision(own, kind.nexp, kind.nmant)
         return Outcome(total.astype(x.dtype), call.state, lost=lost)
 
+    def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
+        """See `Method`; without a topology, by `lax.psum_scatter`."""
+        if call.topology is not None:
+            return PlainMethod.reduce_scatter(self, x, call)
+        return call.axis.psum_scatter(x.astype(self.wire_dtype)).astype(x.dtype)
+
+    def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
+        """See `Method`; without a topology, of either half."""
+        if topology is None:
+            return (n_workers - 1) * self.payload_bits(size)
+        return PlainMethod.sharded_wire_bits(self, size, n_workers, topology)
+
     def payload_bits(self, chunk_size: int) -> int:
         """See `PlainMethod`."""
         return 8 * jnp.dtype(self.wire_dtype).itemsize * chunk_size

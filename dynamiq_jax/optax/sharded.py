@@ -35,7 +35,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
-from dynamiq_jax.methods import Method, ShardedMethod
+from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
@@ -92,7 +92,7 @@ def sharded(
     axis_name: AxisName,
     *,
     method: Compression | Method | ByPath | None = None,
-    differences: Compression | ShardedMethod | ByPath = DIFFERENCES,
+    differences: Compression | Method | ByPath = DIFFERENCES,
     max_norm: float | None = None,
     key: Array | None = None,
     specs: Any = None,

@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
-from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, ShardedMethod, State
+from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, State
 from dynamiq_jax.methods.metrics import PayloadFacts, compounded
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket
@@ -56,10 +56,10 @@ class Route:
     def half_bits(self, part: int, *, gather: bool = False) -> float:
         """Wire bits per coordinate of a scatter or gather of slices of ``part``; bf16 takes 16."""
         share = (self.n_workers - 1) * part
-        gathers = cast(ShardedMethod, self.method) if gather else None
+        gathers = self.method if gather else None
         return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
 
-    def half_wire_bits(self, part: int, gathers: ShardedMethod | None = None) -> tuple[int, int]:
+    def half_wire_bits(self, part: int, gathers: Method | None = None) -> tuple[int, int]:
         """Bits to scatter slices of ``part``, or to gather them; how many are on outer axes."""
         n, levels = self.n_workers, self.runner
         if gathers is not None:
@@ -68,10 +68,10 @@ class Route:
             return sent, crossing
         if isinstance(levels, TwoLevels):
             return levels.scatter_wire_bits(part, n)
-        bits = cast(ShardedMethod, self.method).sharded_wire_bits(part, n, self.flat)
+        bits = self.method.sharded_wire_bits(part, n, self.flat)
         return bits, bits
 
-    def halves(self) -> tuple[ShardedMethod, Topology | None]:
+    def halves(self) -> tuple[Method, Topology | None]:
         """The method that runs half of an all-reduce, perhaps `TwoLevels`, and the topology."""
         method = with_halves(self.method, "psum_scatter and all_gather")
         if method.needs_state:
@@ -79,7 +79,7 @@ class Route:
                 f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
                 "pass a method without error feedback"
             )
-        return cast(ShardedMethod, self.runner), self.flat
+        return self.runner, self.flat
 
     @property
     def flat(self) -> Topology | None:
@@ -87,12 +87,13 @@ class Route:
         return None if isinstance(self.runner, TwoLevels) else cast(Topology | None, self.topology)
 
 
-def with_halves(method: Method, what: str) -> ShardedMethod:
+def with_halves(method: Method, what: str) -> Method:
     """The method; refuses one that cannot do ``what``."""
-    if not isinstance(method, ShardedMethod):
+    if not method.shards:
         raise NotImplementedError(
-            f"method={method!r} does not do {what}; pass dq.DynamiQ(), or reduce with dq.psum over "
-            "a topology without them"
+            f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
+            "dq.DynamiQ() or dq.comparators.MXFP8(), or reduce with dq.psum over a topology "
+            "without them"
         )
     return method
 
@@ -140,7 +141,7 @@ class TwoLevels(Method):
     def scatter_wire_bits(self, size: int, n_workers: int) -> tuple[int, int]:
         """Bits that one worker sends to scatter slices of ``size``, and those on the outer axes."""
         n_outer = n_workers // self.n_inner
-        outer = cast(ShardedMethod, self.method).sharded_wire_bits(size, n_outer, self.outer)
+        outer = self.method.sharded_wire_bits(size, n_outer, self.outer)
         return outer + self._inner_bits(n_outer * size, self.inner), outer
 
     def _inner_bits(self, part: int, topology: Topology | None) -> int:
@@ -148,7 +149,7 @@ class TwoLevels(Method):
         if self.inner is None:
             itemsize = self.method.native_dtype(jnp.float32).itemsize
             return (self.n_inner - 1) * part * 8 * itemsize
-        return cast(ShardedMethod, self.method).sharded_wire_bits(part, self.n_inner, topology)
+        return self.method.sharded_wire_bits(part, self.n_inner, topology)
 
     def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends on the outer axes."""
@@ -192,11 +193,11 @@ class TwoLevels(Method):
                 whole = inner.all_gather(mine, to="invarying")
             else:
                 gather = Call(inner, None, seeds[2])
-                whole = cast(ShardedMethod, self.method).all_gather(mine, gather, invarying=True)
+                whole = self.method.all_gather(mine, gather, invarying=True)
         return Outcome(whole.reshape(-1)[: x.shape[0]].astype(x.dtype), state, facts)
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """See `ShardedMethod`; only 1/n_inner of ``x`` travels over the outer axes."""
+        """See `Method`; only 1/n_inner of ``x`` travels over the outer axes."""
         inner, outer = call.axis.inner, call.axis.outer
         # Row (o, i) travels to inner worker i, and from there over the outer axes to o.
         rows = x.reshape(-1, self.n_inner, x.shape[1]).swapaxes(0, 1)
@@ -208,14 +209,14 @@ class TwoLevels(Method):
         if call.n_workers == self.n_inner:
             return outer.psum_scatter(mine)
         across = Call(outer, self.outer, seeds[1])
-        return cast(ShardedMethod, self.method).reduce_scatter(mine, across)
+        return self.method.reduce_scatter(mine, across)
 
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """See `ShardedMethod`: over the outer axes first, with the bits of a gather over one."""
+        """See `Method`: over the outer axes first, with the bits of a gather over one."""
         call = call._replace(axis=dataclasses.replace(call.axis, levels=True))
-        return cast(ShardedMethod, self.method).all_gather(x, call, invarying=invarying)
+        return self.method.all_gather(x, call, invarying=invarying)
 
     def _scatter_inside(self, rows: Float[Array, "n s"], inner: Axis, seed: Seed) -> Array:
         """The sum of ``rows`` over the inner axis: every worker gets the row of its number."""
@@ -223,7 +224,7 @@ class TwoLevels(Method):
             if self.inner is None:
                 return inner.psum_scatter(rows.astype(self.method.native_dtype(rows.dtype)))
             scatter = Call(inner, self.inner, seed)
-            return cast(ShardedMethod, self.method).reduce_scatter(rows, scatter)
+            return self.method.reduce_scatter(rows, scatter)
 
     def _slice(self, size: int) -> int:
         """Coordinates of one inner worker's slice: 1/n_inner of all, rounded up to whole units."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dynamiq_jax.methods import BF16, F32, DynamiQ, ShardedMethod
+from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.tree.leaves import Bucket, Grouping
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
@@ -65,7 +65,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
     To all-reduce all gradients a worker sends ``all_reduced`` bytes, in all and on the outer axes.
     """
-    if not all(isinstance(b.route.method, ShardedMethod | BF16 | F32) for b in grouping.buckets):
+    if not all(bucket.route.method.shards for bucket in grouping.buckets):
         return ()
     n, whole = n_workers, [leaf for leaf, _ in grouping.exact]
     share = 2 * (n - 1) / n
@@ -101,12 +101,10 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     )
 
 
-def _half_bytes(bucket: Bucket, gathers: ShardedMethod | None) -> np.ndarray:
+def _half_bytes(bucket: Bucket, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter a bucket, or to gather it by a method: in all, and on the outer axes."""
     route = bucket.route
-    if gathers or isinstance(route.method, ShardedMethod):
-        return np.array(route.half_wire_bits(-(-bucket.size // route.n_workers), gathers)) / 8
-    return np.array(route.wire_bits(bucket)) / 8 / 2
+    return np.array(route.half_wire_bits(-(-bucket.size // route.n_workers), gathers)) / 8
 
 
 def lines(found: Sequence[Way]) -> list[str]:

@@ -329,10 +329,9 @@ def test_minmax_values_come_back_as_levels_between_enclosing_extremes(bits, roun
     x = rng.standard_normal((15, 32)) + middle.reshape(-1, 1)
     x = (x * scale.reshape(-1, 1)).astype(np.float32)
     words = rng.integers(0, 2**32, x.size, dtype=np.uint32)
-    noise = None if rounding == "nearest" else jnp.asarray(words)
     method = of.MinMax(bits=bits, bucket_size=32, rounding=rounding)
-    payload = method.encoded(jnp.asarray(x.reshape(-1)), noise)
-    found = np.asarray(method.decoded(payload, x.size)).reshape(x.shape)
+    payload = method.encode(jnp.asarray(x.reshape(-1)), jnp.asarray(words))
+    found = np.asarray(method.decode(payload, x.size)).reshape(x.shape)
     low, step = minmax_grid(x, bits)
     draws = words.reshape(x.shape) / 2.0**32
     place = (x.astype(np.float64) - low) / step + (0.5 if rounding == "nearest" else draws)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from dynamiq_jax.methods.base import (
     Call,
     Collective,
     Limits,
-    ShardedMethod,
 )
 from dynamiq_jax.methods.dynamiq.allocation import (
     LARGEST_DITHERED_ERROR,
@@ -57,7 +56,7 @@ BUCKET_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DynamiQ(HopMethod, ShardedMethod):
+class DynamiQ(HopMethod):
     """Compressed multi-hop all-reduce at a fixed number of bits per coordinate.
 
     Attributes:
@@ -97,6 +96,8 @@ class DynamiQ(HopMethod, ShardedMethod):
     format: Format = Format()
     backend: Backend | None = None
     debug_checks: bool = False
+
+    shards: ClassVar[bool] = True
 
     def __post_init__(self):
         """Checks every field; errors name the value, what is allowed and what to pass."""
@@ -364,7 +365,7 @@ class DynamiQ(HopMethod, ShardedMethod):
         return PayloadFacts(error, coords_by_width(shared.plan, layout))
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """See `ShardedMethod`."""
+        """See `Method`."""
         assert call.topology is not None
         size, n = x.shape[1], call.n_workers
         self.warn(call, "reduce_scatter")
@@ -384,7 +385,7 @@ class DynamiQ(HopMethod, ShardedMethod):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """See `ShardedMethod`; each worker's ``x`` is encoded once by itself."""
+        """See `Method`; each worker's ``x`` is encoded once by itself."""
         size, n, axis = x.shape[0], call.n_workers, call.axis
         self.warn(call._replace(topology=Direct()), "all_gather")
         layout = self.gather_layout(size, n)
