@@ -17,6 +17,10 @@ The command finds the other hosts by ``%i`` (this host's number) or by three var
 ``--devices`` gives each host virtual CPU devices, ``--gpus`` GPUs of its own: NCCL then takes
 sockets over ``eth0`` (``NCCL_SOCKET_NTHREADS`` and ``NCCL_NSOCKS_PERTHREAD``, 4 each, may be set).
 
+``--tenant 50%`` gives half of every link to another job, as far as TCP lets it have that: each host
+sends to the next one by `STREAMS` connections, which together are bounded by that share of
+``--rate``. What arrived is printed at the end.
+
 The output of host 0 is printed, and all outputs land in ``--logs``. If a host fails, the others get
 `GRACE` seconds to say why. No process, namespace or file outlives the run, even one that is killed.
 
@@ -42,6 +46,8 @@ from dynamiq_jax.request.ways import bytes_per_second
 GRACE = 30
 """Seconds that hosts may go on after one of them has failed."""
 NIC, PORT = "eth0", 29400
+TENANT_PORT, STREAMS = 29399, 4
+"""The second job's port, and how many connections it has from each host."""
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 """Variables that gRPC would follow; no proxy can be reached from a host."""
 
@@ -61,6 +67,46 @@ rmdir /etc/netns 2>/dev/null
 true
 """
 """Waits until its input ends, which also the death of the other end does, then removes all."""
+
+TENANT = """
+import socket, sys, threading, time
+own, to, port, streams, rate, report = sys.argv[1:]
+PACING = 47  # SO_MAX_PACING_RATE, bytes per second: the kernel holds packets back
+port, streams, rate = int(port), int(streams), int(float(rate) / int(streams))
+arrived = [0] * streams
+server = socket.create_server((own, port))
+
+def receive(i):
+    connection, _ = server.accept()
+    room = bytearray(2**20)
+    while got := connection.recv_into(room):
+        arrived[i] += got
+
+def send():
+    while True:
+        try:
+            connection = socket.create_connection((to, port), timeout=1)
+            break
+        except OSError:
+            time.sleep(0.05)
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, PACING, rate)
+    chunk = bytes(min(2**20, max(2**12, rate // 100)))
+    while True:
+        connection.sendall(chunk)
+
+for i in range(streams):
+    threading.Thread(target=receive, args=(i,), daemon=True).start()
+    threading.Thread(target=send, daemon=True).start()
+while not sum(arrived):
+    time.sleep(0.01)
+first, start = sum(arrived), time.monotonic()
+while True:
+    time.sleep(0.2)
+    with open(report, "w") as file:
+        file.write(f"{sum(arrived) - first} {time.monotonic() - start}")
+"""
+"""The second job of a host: it sends to one host and receives from another one."""
 
 
 class Unavailable(RuntimeError):
@@ -244,6 +290,32 @@ class Hosts:
         self._started.append(process)
         return process
 
+    def share(self, part: float, logs: Path) -> list[Path]:
+        """Starts a second job on all hosts, which lasts as long as they do.
+
+        Args:
+          part: its share of every link in each direction, from 0 to 1.
+          logs: a folder, which gets a file of the bytes that each host received, and the seconds.
+
+        Returns:
+          The files, for `received`.
+
+        Raises:
+          ValueError: the hosts have no rate, or ``part`` is not between 0 and 1.
+        """
+        if self.bytes_per_second is None:
+            raise ValueError("a tenant has a share of the rate, and the hosts have none: give rate")
+        if not 0 < part < 1:
+            raise ValueError(f"the tenant's share is {part:.0%} of a link: give 1% to 99%")
+        logs.mkdir(parents=True, exist_ok=True)
+        files = [logs / f"tenant{i}.txt" for i in range(self.n)]
+        for i, file in enumerate(files):
+            file.unlink(missing_ok=True)
+            own, to = self.address(i), self.address((i + 1) % self.n)
+            words = own, to, TENANT_PORT, STREAMS, part * self.bytes_per_second, file.absolute()
+            self.start(i, [sys.executable, "-c", TENANT, *map(str, words)])
+        return files
+
     def kill(self, i: int) -> None:
         """Ends all processes of host i at once."""
         for pid in sh("ip", "netns", "pids", self.names[i]).stdout.split():
@@ -262,6 +334,21 @@ class Hosts:
     def mend(self, i: int) -> None:
         """Takes host i back after `cut`."""
         sh("ip", "-n", self.names[i], "link", "set", NIC, "up")
+
+
+def received(file: Path) -> float:
+    """Bytes per second that a host's second job has received; see `Hosts.share`."""
+    count, seconds = map(float, file.read_text().split())
+    return count / seconds
+
+
+def percent(text: str) -> float:
+    """A share: 50% is 0.5."""
+    number = text.strip().removesuffix("%")
+    try:
+        return float(number) / 100
+    except ValueError:
+        raise ValueError(f"tenant {text!r} is not a share of the link: write 50%") from None
 
 
 def check_machine() -> None:
@@ -309,6 +396,7 @@ def main(
     rate: Annotated[str | None, typer.Option(help="25gbit; default: as fast as TCP goes")] = None,
     devices: Annotated[int | None, typer.Option(min=1, help="virtual CPU devices a host")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs a host")] = None,
+    tenant: Annotated[str | None, typer.Option(help="50%: another job's share of links")] = None,
     logs: Annotated[Path, typer.Option(help="folder of host0.log, ...")] = Path("runs/hosts"),
 ) -> None:
     """Runs a command on several hosts made on this machine."""
@@ -320,7 +408,11 @@ def main(
         signal.signal(number, end)
     try:
         with Hosts(hosts, rate=rate, devices=devices, gpus=gpus) as made:
+            shares = made.share(percent(tenant), logs) if tenant else []
             statuses = run(made, command, logs)
+            for i, file in enumerate(shares):
+                part = received(file) / made.bytes_per_second if file.exists() else 0
+                typer.echo(f"tenant: {part:.0%} of the link to host {i}")
     except (ValueError, RuntimeError) as error:
         typer.echo(error, err=True)
         raise typer.Exit(2) from error

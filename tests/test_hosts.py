@@ -53,6 +53,60 @@ def test_a_link_cut_for_ten_seconds(tmp_path, heartbeats, goes_on):
             assert re.search(blamed(1), group.said(0))
 
 
+# --- A second tenant --------------------------------------------------------------------------
+
+
+FLOOD = """
+import os, socket, sys, threading, time
+seconds, room = float(sys.argv[1]), bytearray(2**20)
+if os.environ["HOST_ID"] == "1":
+    connection, _ = socket.create_server(("10.7.0.2", 5001)).accept()
+    count, start = 0, time.monotonic()
+    while got := connection.recv_into(room):
+        count += got
+    print(count / (time.monotonic() - start))
+else:
+    while True:
+        try:
+            connection = socket.create_connection(("10.7.0.2", 5001), timeout=1)
+            break
+        except OSError:
+            time.sleep(0.05)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        connection.sendall(bytes(2**16))
+    connection.close()
+"""
+
+
+@needs_hosts
+def test_a_tenant_takes_its_share_of_the_link(tmp_path):
+    """A stream that could fill the link has about the rest; alone it has all of it."""
+    rates = {}
+    for part in (None, 0.5):
+        with Hosts(2, rate="200mbit", devices=1) as made:
+            files = made.share(part, tmp_path) if part else []
+            command = [sys.executable, "-c", FLOOD, "2"]
+            statuses = hosts.run(made, command, tmp_path)
+            assert statuses == [0, 0]
+            rates[part] = float((tmp_path / "host1.log").read_text()) / made.bytes_per_second
+            shares = [hosts.received(file) / made.bytes_per_second for file in files]
+    assert 0.85 < rates[None] < 1.05
+    assert all(0.25 < share < 0.55 for share in shares), shares
+    assert 0.35 < rates[0.5] < 0.75
+
+
+def test_a_tenant_needs_a_share_of_a_rate(tmp_path):
+    assert hosts.percent("50%") == 0.5
+    with pytest.raises(ValueError, match="'half' is not a share of the link: write 50%"):
+        hosts.percent("half")
+    made = Hosts(2, devices=1)
+    with pytest.raises(ValueError, match="the hosts have none: give rate"):
+        made.share(0.5, tmp_path)
+    with pytest.raises(ValueError, match="150% of a link: give 1% to 99%"):
+        Hosts(2, rate="1gbit").share(1.5, tmp_path)
+
+
 # --- The example ----------------------------------------------------------------------------------
 
 
