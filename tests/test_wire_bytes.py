@@ -161,6 +161,34 @@ def test_halves_move_what_the_method_says(name):
     assert sum(moved.values()) / n < most * (n - 1) * size
 
 
+MINMAX, QSGD, MXFP6 = (
+    method() for method in (dq.comparators.MinMax, dq.comparators.GlobalQSGD, dq.comparators.MXFP6)
+)
+DERIVED = {
+    "minmax, direct": (MINMAX, dq.Direct(), {"all-to-all"}),
+    "mxfp6, ring": (MXFP6, dq.Ring(streams=2), {"collective-permute"}),
+    "qsgd, butterfly": (QSGD, dq.Butterfly(), {"collective-permute", "all-reduce"}),
+    "bf16, direct": (dq.BF16(), dq.Direct(), {"all-to-all"}),
+    "bf16, native": (dq.BF16(), None, {"reduce-scatter"}),
+    "f32, native": (dq.F32(), None, {"reduce-scatter"}),
+    "mxfp6, all-gather": (MXFP6, "gather", {"all-gather"}),
+    "qsgd, all-gather": (QSGD, "gather", {"all-gather"}),
+    "bf16, all-gather": (dq.BF16(), "gather", {"all-gather"}),
+}
+
+
+@pytest.mark.parametrize("name", daily(DERIVED, ["minmax, direct", "qsgd, all-gather"]))
+def test_derived_halves_move_what_the_method_says(name):
+    """Slices of 5160 coordinates are not whole units of any of these methods."""
+    n, size, (method, topology, expected) = 4, 256 * 20 + 40, DERIVED[name]
+    topology, gather = (None, True) if topology == "gather" else (topology, False)
+    half = partial(dq.all_gather if gather else dq.psum_scatter, tiled=True)
+    tree = jax.ShapeDtypeStruct((size if gather else n * size,), jnp.float32)
+    moved = moved_bits(*lower(half, tree, (n,), small(method), topology), n)
+    assert set(moved) == expected
+    assert method.sharded_wire_bits(size, n, topology) == sum(moved.values()) / n
+
+
 LEVELS = {
     "native inside": (dq.Hierarchical(outer=dq.Direct()), {"reduce-scatter", "all-to-all"}),
     "compressed inside": (

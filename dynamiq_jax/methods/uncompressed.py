@@ -39,6 +39,12 @@ class _Uncompressed(PlainMethod):
         lost = own - lax.reduce_precision(own, kind.nexp, kind.nmant)
         return Outcome(total.astype(x.dtype), call.state, lost=lost)
 
+    def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
+        """See `PlainMethod`; a block of one worker is not padded."""
+        if n_workers == 1:
+            return ChunkLayout(size=size, n_workers=1, chunks_per_worker=1, chunk_size=size)
+        return PlainMethod.layout(self, size, n_workers, topology)
+
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
         """See `Method`; without a topology, by `lax.psum_scatter`."""
         if call.topology is not None:

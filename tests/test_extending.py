@@ -1,0 +1,176 @@
+"""The quantiser of docs/extending.md, as pasted, in every way that the page lists."""
+
+import sys
+from functools import cache
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_ways
+import ways
+from cases import OVER, SMALL, daily, small
+from test_recipes import blocks
+from workers import auto_mesh
+
+import dynamiq_jax as dq
+from dynamiq_jax import methods
+from dynamiq_jax.methods import base
+from dynamiq_jax.methods.metrics import vnmse
+
+N, KEY = 4, jax.random.key(3)
+CLASS, USE = blocks("docs/extending.md")
+
+
+@cache
+def page():
+    """The variables of the page's blocks."""
+    module = ModuleType("extending")
+    sys.modules["extending"] = module  # dataclasses look their module up
+    exec(compile(CLASS + USE, "docs/extending.md", "exec"), vars(module))
+    return module
+
+
+def test_the_quantiser_has_twenty_lines():
+    lines = CLASS[CLASS.index("@dataclass") :].splitlines()
+    assert len([line for line in lines if line.strip()]) <= 20
+
+
+@cache
+def shares() -> np.ndarray:
+    """f32[worker, n, s]: rows of very different magnitude."""
+    x = np.random.default_rng(0).standard_normal((N, N, 700)).astype(np.float32)
+    return x * np.float32(10) ** np.arange(N, dtype=np.float32)[:, None]
+
+
+def test_the_collectives_of_the_page():
+    x = shares()
+    run = jax.jit(jax.vmap(page().in_a_map, (0, None), axis_name="data"))
+    total, own, whole, sent = jax.device_get(run(x, KEY))
+    exact = x.sum(0)
+    for found in total, whole:
+        assert all(np.array_equal(found[0], other) for other in found[1:])
+    # Each row by itself: a row in another's place or in its scale would be far off.
+    turned = x.swapaxes(0, 1)
+    for found, right in ((total[0], exact), (own, exact), (whole[0], own), (sent, turned)):
+        errors = np.sum((found - right) ** 2, -1) / np.sum(right**2, -1)
+        assert np.all(errors > 1e-6) and np.all(errors < 2e-3), errors
+
+
+STREAMS = {"streams": 2}
+EXACT_OVER = [dq.Ring(**STREAMS), dq.Butterfly(**STREAMS), dq.Direct(**STREAMS), None]
+EXACT_OVER += [dq.Direct(transport="permutes"), dq.Ring(unroll_up_to=1)]
+
+
+@pytest.mark.parametrize("topology", daily(EXACT_OVER, [EXACT_OVER[0], None]), ids=str)
+def test_a_derived_scatter_puts_every_sum_in_its_place(topology):
+    """F32 loses nothing, so that its scatter is JAX's up to the order of additions."""
+    x, method = shares(), small(dq.F32(), topology=topology)
+    ours = lambda x: dq.psum_scatter(x, "data", method=method)
+    theirs = lambda x: jax.lax.psum_scatter(x, "data")
+    found, right = (jax.jit(jax.vmap(f, axis_name="data"))(x) for f in (ours, theirs))
+    np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
+
+
+QUANTISERS = [method for method in vars(dq.comparators).values() if isinstance(method, type)]
+QUANTISERS = [method for method in QUANTISERS if method.shards]
+
+
+def test_every_comparator_that_hops_without_memory_shards():
+    names = {method.__name__ for method in QUANTISERS}
+    assert names == {"MXFP8", "MXFP6", "MXFP4", "MinMax", "GlobalQSGD"}
+
+
+@pytest.mark.parametrize("route", daily(OVER, ["ring"]))
+def test_error_feedback_makes_up_for_what_it_lost(route):
+    method = dq.Compression(dq.ErrorFeedback(page().Int8()), topology=OVER[route], **SMALL)
+    x = {"w": shares()[:, 0]}
+    state = method.init_state(jax.tree.map(lambda x: x[0], x), N)
+    states = jax.tree.map(lambda s: jnp.broadcast_to(s, (N, *s.shape)), state)
+
+    def step(x, key, state):
+        return dq.reduce(x, "data", op="sum", method=method, key=key, state=state)
+
+    run = jax.jit(jax.vmap(step, (0, None, 0), axis_name="data"))
+    exact, found = {"w": x["w"].sum(0)}, []
+    for i in range(8):
+        reduced = run(x, jax.random.fold_in(KEY, i), states)
+        states = reduced.state
+        found.append(reduced.tree["w"][0])
+    first = float(vnmse({"w": found[0]}, exact))
+    assert 0 < float(vnmse({"w": np.mean(found, 0)}, exact)) < first / 8
+
+
+def test_explain_knows_its_bits_and_the_ways_to_train():
+    leaf = jax.ShapeDtypeStruct((N * 64 * 100,), jnp.float32)
+    told = dq.explain(leaf, N, method=small(page().Int8(), topology=dq.Direct()), verbose=False)
+    assert told.bits_per_coord == pytest.approx(8 + 32 / 64)
+    sent = {way.name: way.sent_bytes for way in told.ways}
+    # The scatter is half of an all-reduce; the rest is the default for parameters.
+    half = (N - 1) / N * leaf.size * 8.5 / 8
+    assert sent["data parallel"] == pytest.approx(2 * half)
+    assert half < sent["sharded updates"] < sent["data parallel"]
+
+
+class Pasted(ways.Training):
+    """A training whose gradients and parameters all travel by the page's quantiser."""
+
+    def request(self, text: str, dither: bool = False) -> dq.Compression:
+        return dq.Compression(page().Int8(), topology=self.topology, **test_ways.LIMITS)
+
+
+WAYS = ["zero-pipeline:5/2.5", "fsdp-layers:5/8", "fsdp:5/8", "fsdp-keep:5/8", "zero:5/2.5", "dp:5"]
+WAYS += ["auto:5", "explicit:5", "zero-explicit:5/2.5", "fsdp-explicit:5/8"]
+
+
+@pytest.mark.usefixtures("dtypes_promoted")
+@pytest.mark.parametrize("text", daily(WAYS, ["zero-pipeline:5/2.5", "fsdp-layers:5/8"]))
+def test_a_model_trains_by_it_in_every_way(text):
+    t = Pasted(**vars(test_ways.training(auto_mesh(N))))
+    way, program = test_ways.lowered(text, t)
+    test_ways.check_compressed(way, program.compile(), t, least=1e-4)
+
+
+def test_the_old_base_of_sharded_methods_warns_and_works():
+    with pytest.warns(DeprecationWarning, match="PlainMethod.*method.shards"):
+        old = methods.ShardedMethod
+    with pytest.warns(DeprecationWarning, match="goes with the next minor version"):
+        assert old is base.ShardedMethod
+
+    class Half(old):
+        """Both halves by hand; no codec."""
+
+        all_reduce = wire_bits = sharded_wire_bits = None
+
+        def reduce_scatter(self, x, call):
+            return call.axis.psum_scatter(x)
+
+        def all_gather(self, x, call, *, invarying=False):
+            return call.axis.all_gather(x, to="varying")
+
+    assert Half().shards and isinstance(Half(), old) and issubclass(Half, methods.Method)
+    assert isinstance(dq.DynamiQ(), old) and isinstance(dq.comparators.MXFP8(), old)
+    for other in (dq.comparators.THC(), dq.comparators.Marsit(), dq.ErrorFeedback(dq.F32()), 5):
+        assert not isinstance(other, old)
+    with pytest.raises(AttributeError, match="no attribute 'Sharded'"):
+        methods.Sharded  # noqa: B018
+
+
+def test_an_unfinished_quantiser_is_told_what_it_lacks():
+    class Nothing(methods.PlainMethod):
+        unit = 64
+
+    class Odd(page().Int8):
+        unit = 6
+
+    x = jax.ShapeDtypeStruct((N, 1000), jnp.float32)
+    for method, error, text in (
+        (Nothing(), NotImplementedError, "Nothing has neither encode and decode nor operations"),
+        (Odd(), ValueError, "Odd.unit=6 is not a multiple of 4.*pass unit=8"),
+    ):
+        own = small(method, topology=dq.Direct())
+        with pytest.raises(error, match=text):
+            jax.eval_shape(
+                jax.vmap(lambda x, m=own: dq.psum(x, "data", method=m), axis_name="data"), x
+            )
