@@ -122,6 +122,10 @@ EVERY_METHOD = {
     ),
     "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
     "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
+    # A packet of the largest values may be lost, with up to all of the sum's energy.
+    "dynamiq, packet loss": Row(
+        low(comparators.PacketLoss(dq.DynamiQ(), packet_size=64)), {"direct": dq.Direct()}, 256, 1.0
+    ),
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
     "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
     "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),

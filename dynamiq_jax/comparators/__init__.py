@@ -18,6 +18,7 @@ from dynamiq_jax.comparators.marsit import Marsit
 from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.comparators.mx import MXFP4, MXFP6, MXFP8
 from dynamiq_jax.comparators.omnireduce import OmniReduce
+from dynamiq_jax.comparators.packet_loss import PacketLoss
 from dynamiq_jax.comparators.perm_k import PermK
 from dynamiq_jax.comparators.powersgd import PowerSGD
 from dynamiq_jax.comparators.sidco import SIDCo
@@ -33,6 +34,7 @@ __all__ = [
     "Marsit",
     "MinMax",
     "OmniReduce",
+    "PacketLoss",
     "PermK",
     "PowerSGD",
     "SIDCo",

@@ -41,6 +41,14 @@ def remembered(
     return dq.ErrorFeedback(method(**options), kind=kind)
 
 
+def over_lossy_links(
+    method: Callable[..., Any] = dq.DynamiQ, bits: float | None = None
+) -> dq.comparators.PacketLoss:
+    """The method, by default DynamiQ, where a tenth of the packets of gradients is lost."""
+    options = {} if bits is None else {"bits": bits}
+    return dq.comparators.PacketLoss(method(**options), rate=0.1)
+
+
 PAPER = {
     "widths": (2, 4, 8), "floor": None, "rounding": "correlated",
     "format": dq.Format(group_size=16, levels="geometric", subtract_mean=True),
@@ -84,6 +92,8 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "sidco": partial(by_density, dq.comparators.SIDCo, bits=4, spare=16 / 64, block_size=64),
     "powersgd": dq.comparators.PowerSGD,
     "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
+    "packet-loss": over_lossy_links,
+    "f32-packet-loss": lambda: over_lossy_links(dq.F32),
 }
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-planned" has a plan over links of any kind,
