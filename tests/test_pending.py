@@ -112,7 +112,7 @@ def test_what_is_gathered_is_what_the_next_step_takes(differences):
         assert errors[0] <= 0.8 * errors[1]
 
 
-@pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]), ids=str)
+@pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]), ids=["blocks", "remat"])
 def test_differences_travel_beside_functions_before_theirs(functions):
     """Once; a layer waits for its own, and that of the next layer has begun."""
     optimizer = make(SOME, deferred=True)
