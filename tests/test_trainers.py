@@ -1,0 +1,145 @@
+"""Trainers of other libraries train with our lines as they do without.
+
+A script of a page runs three times: as its library has it, with the exact method, with 5 bits.
+"""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from test_recipes import NAMES, RECIPES, START, blocks, execute, promoted  # noqa: F401
+
+pytestmark = [
+    pytest.mark.usefixtures("padding_counts"),
+    # Keras and equinox use what newer versions of JAX and NumPy deprecate.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:(keras|equinox)"),
+]
+
+KERAS, EQUINOX, MULTI_STEPS = blocks("docs/trainers.md")
+EXPLICIT = 'with jax.set_mesh(jax.make_mesh((8,), ("data",))):'
+SHARDED = 'dq.optax.sharded(optax.adam(1e-3), "data", method=method)'
+ON_LINES = """dq.optax.sharded(  # 1: was {}
+        optax.adam(1e-3), "data", method=method
+    )"""
+PLAIN = {
+    "keras": (
+        KERAS,
+        {
+            "model = DataParallel(": "model = keras.Sequential(",
+            " Dropout(0.1)": " layers.Dropout(0.1)",
+            EXPLICIT: "if True:",
+        },
+    ),
+    "equinox": (
+        EQUINOX,
+        {
+            ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
+            """dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
+        net_loss, axis_name="data", method=method, reduce=False
+    )""": "jax.value_and_grad(net_loss)",
+        },
+    ),
+    "multi steps": (
+        MULTI_STEPS,
+        {
+            ON_LINES.format("optax.MultiSteps(optax.adam(1e-3), WINDOW)"): "optax.MultiSteps("
+            "optax.adam(1e-3), WINDOW)",
+            MULTI_STEPS.partition("    grad_fn = ")[2]: """jax.value_and_grad(loss_fn)
+
+    @jax.jit
+    def one(weights, opt_state, batch):
+        loss, grads = grad_fn(weights, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, weights)
+        return optax.apply_updates(weights, updates), opt_state, loss
+
+    losses = []
+    for batch in batches:
+        weights, opt_state, loss = one(weights, opt_state, jax.device_put(batch, P("data")))
+        losses.append(loss)
+loss = sum(losses[-WINDOW:]) / WINDOW
+""",
+        },
+    ),
+    "train state": (
+        RECIPES[NAMES.index("train state")],
+        {
+            SHARDED: "optax.adam(1e-3)",
+            'dq.value_and_grad(loss_fn, axis_name="data", method=method, reduce=False)':
+                "jax.value_and_grad(loss_fn)",
+        },
+    ),
+    "nnx optimizer": (
+        RECIPES[NAMES.index("nnx optimizer")],
+        {
+            SHARDED: "optax.adam(1e-3)",
+            'dq.nnx.value_and_grad(net_loss, axis_name="data", method=method, reduce=False)':
+                "nnx.value_and_grad(net_loss)",
+        },
+    ),
+}  # fmt: skip
+"""Scripts by name, each with texts and what its library has in their places."""
+IMPORTS = "import dynamiq_jax.optax\n"
+
+
+def replaced(code, changes):
+    for old, new in changes.items():
+        assert code.count(old) == 1, f"{code.count(old)} times {old!r}"
+        code = code.replace(old, new)
+    return code
+
+
+def script(name, how, seed=0):
+    """A script natively, by the exact method or by 5 bits, with the batches of a seed."""
+    code, plain = PLAIN[name]
+    start = replaced(START, {"default_rng(0)": f"default_rng({seed})"}) + IMPORTS
+    if how == "native":
+        return start + replaced(code, plain)
+    if how == "exact":
+        start = replaced(start, {"dq.DynamiQ(bits=5)": "dq.F32()"})
+        exact = 'optax.adam(1e-3), "data", method=method'
+        code = code.replace(exact, exact + ", differences=dq.F32()")
+    return start + code
+
+
+@pytest.fixture
+def loss_of(execute, monkeypatch):  # noqa: F811
+    """The last loss of a script, which skips without its library."""
+
+    def loss_of(name, how, seed=0):
+        if name in ("keras", "equinox"):
+            monkeypatch.setenv("KERAS_BACKEND", "jax")
+            pytest.importorskip(name, reason="pip install '.[clients]'", exc_type=ImportError)
+        found = execute(script(name, how, seed), f"{name}, {how}")
+        return float(found["loss"]), found
+
+    return loss_of
+
+
+@pytest.mark.parametrize("name", ["equinox"])
+def test_a_trainer_trains_at_five_bits(loss_of, capsys, name):
+    loss, found = loss_of(name, "5 bits")
+    assert f"loss {loss:.3f}\n" in capsys.readouterr().out
+    native, _ = loss_of(name, "native")
+    assert loss == pytest.approx(native, rel=0.01) and loss != native
+    masters = jax.tree.leaves(found["opt_state"].masters)
+    split = [x.addressable_shards[0].data.size < x.size for x in masters]
+    assert all(split[i] for i in np.argsort([x.size for x in masters])[-2:])
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("name", PLAIN)
+def test_losses_are_those_of_the_trainer_without_ours(loss_of, name, seed):
+    """By the exact method to four digits, at 5 bits within 1%."""
+    native, exact, compressed = (loss_of(name, how, seed)[0] for how in ("native", "exact", "5"))
+    print(f"{name}, seed {seed}: {native:.5f}, {exact:.5f}, {compressed:.5f}")
+    assert exact == pytest.approx(native, rel=1e-4)
+    assert compressed == pytest.approx(native, rel=0.01) and compressed != exact
+
+
+def test_at_most_five_places_change():
+    """They are numbered from 1."""
+    for code, _ in PLAIN.values():
+        numbers = [int(n) for n in re.findall(r"  # (\d+)\b", code)]
+        assert sorted(numbers) == list(range(1, len(numbers) + 1)) and 1 <= len(numbers) <= 5
