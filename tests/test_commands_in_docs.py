@@ -173,14 +173,16 @@ def python(args, command):
     script, *args = args
     if not (ROOT / script).exists():
         raise Refused(f"there is no {script}")
+    source = (ROOT / script).read_text()
+    if not re.search(r"^import (argparse|typer)$", source, re.MULTILINE):  # it runs when imported
+        wanted = max(map(int, re.findall(r"sys\.argv\[(\d)\]", source)), default=0)
+        if len(args) != wanted or any(word.startswith("-") for word in args):
+            raise Refused(f"{script} takes {wanted} arguments and no options, not {args}")
+        return
     module = importlib.import_module(Path(script).stem)
     assert module.__file__ and Path(module.__file__) == ROOT / script, module.__file__
     if hasattr(module, "argparse"):
         return parse_by_argparse(module, args)
-    if not hasattr(module, "typer"):
-        if args:
-            raise Refused(f"{script} takes no arguments")
-        return
     own = getattr(module, "app", None)
     if own is None:
         own = typer.Typer(add_completion=False)
