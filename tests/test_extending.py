@@ -191,8 +191,11 @@ def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     told = {"env": environment, "cwd": tmp_path, "text": True, "check": True}
     code = "import cases; print(cases.EVERY_METHOD['int8'])"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, **told).stdout
-    assert "Int8()" in found and "reach=64" in found
+    old = "; from dynamiq_jax.methods import ShardedMethod"
+    found = subprocess.run([sys.executable, "-c", code + old], capture_output=True, **told)
+    assert "Int8()" in found.stdout and "reach=64" in found.stdout
+    # Python shows a DeprecationWarning only where it blames the program itself.
+    assert "ShardedMethod is deprecated" in found.stderr
     options = ["--workers", "2", "--super-groups", "2", "--seeds", "1", "--methods", "int8,mxfp8"]
     command = [sys.executable, "-m", "dynamiq_jax", "error", *options]
     assert "int8" in subprocess.run(command, capture_output=True, **told).stdout
