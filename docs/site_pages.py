@@ -3,7 +3,7 @@
 Files keep one home each: the README is the site's first page, BUILD.md the page for contributors.
 Links work where the files are, and are rewritten here for where the site shows them; a link to a
 file that the site does not show is left as text. Names of pages in code, as `docs/recipes.md`,
-become links.
+become links. The line `EVERY_COMPARATOR` becomes an entry of the reference for each comparator.
 """
 
 import os
@@ -34,6 +34,16 @@ IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 NAME = re.compile(r"(?<![\[`])`((?:docs/)?[\w./-]+\.md)`(?![\]`])")
 
 
+EVERY_COMPARATOR = "::: dynamiq_jax.comparators.*"
+LISTED = re.compile(r"^from (dynamiq_jax\.comparators)\.\w+ import (\w+) as \2$", re.MULTILINE)
+
+
+def entries():
+    """The reference's entries for the comparators that their package lists, in its order."""
+    listed = LISTED.findall((ROOT / "dynamiq_jax" / "comparators" / "__init__.py").read_text())
+    return "\n\n".join(f"::: {package}.{name}" for package, name in listed)
+
+
 def on_files(files, config):
     """Adds the pages that live elsewhere."""
     for source, target in PAGES.items():
@@ -42,7 +52,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Points links at pages of the site."""
+    """Points links at pages of the site, and lists the comparators."""
+    markdown = markdown.replace(EVERY_COMPARATOR, entries())
     target = page.file.src_uri
     (source,) = [name for name, shown in PAGES.items() if shown == target] or [f"docs/{target}"]
 

@@ -1,7 +1,8 @@
 """Rows of methods and topologies, and their sums, which several test files share.
 
-A new method is a row in `EVERY_METHOD`, a new option of DynamiQ one in `METHODS`; the row buys it
-the tests of every file that is parametrised over them.
+A row of `EVERY_METHOD` buys a method the tests of every file that is parametrised over them. A
+comparator that is a quantiser gets one by itself; one of your own has tighter bounds. A new option
+of DynamiQ is a row in `METHODS`.
 """
 
 import functools
@@ -176,6 +177,23 @@ EVERY_METHOD = {
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
+
+
+def row_of(method: Any) -> Row:
+    """The row of a quantiser that has none in the table: its options are the defaults."""
+    assert method.shards, f"{method.__name__} is no quantiser: write a row of EVERY_METHOD for it"
+    return Row(low(method()), OVER, method().unit, 0.3)
+
+
+def rows_of_others(comparators_by_name: Any) -> dict[str, Row]:
+    """Rows of the comparators that the table lacks."""
+    around = [row.method.method for row in EVERY_METHOD.values()]
+    known = {type(getattr(method, "method", method)) for method in around}
+    others = {name: own for name, own in comparators_by_name.items() if own not in known}
+    return {name.lower(): row_of(own) for name, own in others.items()}
+
+
+EVERY_METHOD |= rows_of_others(comparators.METHODS)
 
 
 def daily(values, keep) -> list:

@@ -211,7 +211,7 @@ def test_ways_to_train_are_compared():
     assert head.split() == "way to train sends MB/step keeps MB gradients MB by".split()
     assert second.split()[2:] == ["13.8", "92.3", "67.1", "dq.optax.sharded"]
     assert (first.split()[-1], third.split()[0]) == ("dq.psum", "FSDP")
-    half = dataclasses.replace(method, method=dq.comparators.MXFP8())
+    half = dataclasses.replace(method, method=dq.ErrorFeedback(dq.comparators.MXFP8()))
     assert half.explain(tree, n, verbose=False).ways == ()
     assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()
 
@@ -228,7 +228,7 @@ def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     plain = dq.explain(LARGE, 8, topology=dq.Direct(), verbose=False)
     assert plain.fastest is None and plain.ways[0].wire_ms is None
     # A method that does not scatter has no ways to compare, but a time.
-    method = dq.comparators.MXFP8()
+    method = dq.ErrorFeedback(dq.comparators.MXFP8())
     alone = dq.explain(LARGE, 8, method=method, verbose=False, rate="25gbit")
     assert f"At 25gbit the wire takes {alone.wire_bytes / 1e6 * 0.32:,.1f} ms" in alone.fastest
 

@@ -1,7 +1,11 @@
 """The quantiser of docs/extending.md, as pasted, in every way that the page lists."""
 
+import os
+import shutil
+import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import jax
@@ -19,6 +23,7 @@ from dynamiq_jax import methods
 from dynamiq_jax.methods import base
 from dynamiq_jax.methods.metrics import vnmse
 
+ROOT = Path(__file__).parent.parent
 N, KEY = 4, jax.random.key(3)
 CLASS, USE = blocks("docs/extending.md")
 
@@ -73,12 +78,8 @@ def test_a_derived_scatter_puts_every_sum_in_its_place(topology):
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
 
 
-QUANTISERS = [method for method in vars(dq.comparators).values() if isinstance(method, type)]
-QUANTISERS = [method for method in QUANTISERS if method.shards]
-
-
 def test_every_comparator_that_hops_without_memory_shards():
-    names = {method.__name__ for method in QUANTISERS}
+    names = {name for name, method in dq.comparators.METHODS.items() if method.shards}
     assert names == {"MXFP8", "MXFP6", "MXFP4", "MinMax", "GlobalQSGD"}
 
 
@@ -174,3 +175,27 @@ def test_an_unfinished_quantiser_is_told_what_it_lacks():
             jax.eval_shape(
                 jax.vmap(lambda x, m=own: dq.psum(x, "data", method=m), axis_name="data"), x
             )
+
+
+def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch):
+    """A package with the page's file, and its line in `comparators/__init__.py`, in a process."""
+    folder = tmp_path / "dynamiq_jax"
+    shutil.copytree(ROOT / "dynamiq_jax", folder, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "comparators" / "int8.py").write_text(f'"""8 bits."""\n\n{CLASS}')
+    listed = folder / "comparators" / "__init__.py"
+    line = "from dynamiq_jax.comparators.minmax import MinMax as MinMax\n"
+    new = "from dynamiq_jax.comparators.int8 import Int8 as Int8\n"
+    assert listed.read_text().count(line) == 1
+    listed.write_text(listed.read_text().replace(line, new + line))
+    paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    told = {"env": environment, "cwd": tmp_path, "text": True, "check": True}
+    code = "import cases; print(cases.EVERY_METHOD['int8'])"
+    old = "; from dynamiq_jax.methods import ShardedMethod"
+    found = subprocess.run([sys.executable, "-c", code + old], capture_output=True, **told)
+    assert "Int8()" in found.stdout and "reach=64" in found.stdout
+    # Python shows a DeprecationWarning only where it blames the program itself.
+    assert "ShardedMethod is deprecated" in found.stderr
+    options = ["--workers", "2", "--super-groups", "2", "--seeds", "1", "--methods", "int8,mxfp8"]
+    command = [sys.executable, "-m", "dynamiq_jax", "error", *options]
+    assert "int8" in subprocess.run(command, capture_output=True, **told).stdout

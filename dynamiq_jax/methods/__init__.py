@@ -1,9 +1,8 @@
 """Methods: how one flat array is reduced over one axis."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dynamiq_jax.methods import base
-from dynamiq_jax.methods.base import Method, State
+from dynamiq_jax.methods.base import Method, State, deprecated
 from dynamiq_jax.methods.dynamiq import DynamiQ, Format
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.plain import PlainMethod
@@ -21,8 +20,10 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """The deprecated `ShardedMethod`, with a warning."""
-    if name != "ShardedMethod":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(base, name)
+if TYPE_CHECKING:
+    from dynamiq_jax.methods.base import ShardedMethod as ShardedMethod
+else:
+
+    def __getattr__(name: str) -> Any:
+        """See `deprecated`."""
+        return deprecated(name, __name__)

@@ -11,7 +11,7 @@ from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -253,17 +253,26 @@ class _ShardedMethod(Method, metaclass=_AnyThatShards):
     shards: ClassVar[bool] = True
 
 
-def __getattr__(name: str) -> Any:
-    """The deprecated name, with a warning."""
+def deprecated(name: str, module: str) -> Any:
+    """`ShardedMethod`, with a warning where a module was asked for it; refuses other names."""
     if name != "ShardedMethod":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
     warnings.warn(
         "ShardedMethod is deprecated and goes with the next minor version: derive a quantiser from "
         "dynamiq_jax.methods.PlainMethod, and ask a method for method.shards",
         DeprecationWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
     return _ShardedMethod
+
+
+if TYPE_CHECKING:
+    ShardedMethod = _ShardedMethod
+else:
+
+    def __getattr__(name: str) -> Any:
+        """See `deprecated`."""
+        return deprecated(name, __name__)
 
 
 class Around(Method):

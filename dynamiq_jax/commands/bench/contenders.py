@@ -59,7 +59,7 @@ LEAST_SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The options for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 
-METHODS: Mapping[str, Callable[..., Any]] = {
+_NAMED: Mapping[str, Callable[..., Any]] = {
     "dynamiq": dq.DynamiQ,
     "dynamiq-dither": partial(dq.DynamiQ, dither=True),
     "dynamiq-planned": partial(dq.DynamiQ, plan=True),
@@ -95,6 +95,20 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "packet-loss": over_lossy_links,
     "f32-packet-loss": lambda: over_lossy_links(dq.F32),
 }
+"""Methods whose name or options are not those of their class."""
+
+
+def named(comparators: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """Methods by name: those of `_NAMED`, and other comparators by their class's in lower case."""
+    known = {part for made in _NAMED.values() for part in (made, *getattr(made, "args", ()))}
+    others = {name.lower(): made for name, made in comparators.items() if made not in known}
+    for name, made in others.items():
+        if "bits" in inspect.signature(made).parameters:
+            others[name] = partial(_whole_bits, made)
+    return {**_NAMED, **others}
+
+
+METHODS = named(dq.comparators.METHODS)
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-planned" has a plan over links of any kind,
 "dynamiq-even" over none. "flash" is Flash Communication's min-max quantisation. Methods with memory
