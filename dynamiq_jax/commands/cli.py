@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from dynamiq_jax import __version__
-from dynamiq_jax.commands import advise, error, explain, run
+from dynamiq_jax.commands import advise, error, explain, run, simulate
 from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.options import printable
 
@@ -49,6 +49,7 @@ app = typer.Typer(
 app.command("advise")(advise.command)
 app.command("explain")(explain.command)
 app.command("error")(error.command)
+app.command("simulate")(simulate.command)
 app.command("run")(run.command)
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 bench.command("all-reduce")(all_reduce.command)

@@ -51,6 +51,18 @@ def test_runs_are_paired_and_learn(tmp_path):
     assert len(apart) == 3 and 0 < min(map(abs, apart)) and max(map(abs, apart)) < 1
 
 
+def test_a_training_goes_on_with_nine_tenths_of_the_packets(tmp_path):
+    """Losses of gradients' packets move the loss, and by less than 0.8%."""
+    file = tmp_path / "rows.json"
+    chosen = ["--models", "micro", "--inits", "unit", "--steps", 100]
+    ran = invoke(*chosen, "--methods", "f32-packet-loss,packet-loss:5", "--json", file)
+    assert ran.exit_code == 0, ran.output
+    exact, *lossy = json.loads(file.read_text())["rows"]
+    assert max(exact["validation_loss"]) < 4  # it learns: a uniform guess has 5.5
+    for row in lossy:
+        assert 0 < abs(row["summary"]["validation"]["percent"]) < 0.8
+
+
 def test_curves_have_means_of_steps_and_none_where_a_run_diverged():
     found = training.figures(np.arange(100.0)[None], np.array([np.nan]))
     assert found["training_loss"] == [[12.0, 37.0, 62.0, 87.0]]
