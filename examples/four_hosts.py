@@ -27,8 +27,8 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 
 if "NUM_HOSTS" in os.environ:  # 1: every process finds the others
-    hosts = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
-    jax.distributed.initialize(os.environ["COORDINATOR"], *hosts)
+    hosts, own_id = int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
+    jax.distributed.initialize(os.environ["COORDINATOR"], hosts, own_id)
 
 STEPS, BATCH, WIDTH = 80, 64, 512
 mesh = jax.make_mesh((jax.device_count(),), ("data",))  # 2: all GPUs of all hosts
