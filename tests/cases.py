@@ -193,7 +193,8 @@ def rows_of_others(comparators_by_name: Any) -> dict[str, Row]:
     return {name.lower(): row_of(own) for name, own in others.items()}
 
 
-EVERY_METHOD |= rows_of_others(comparators.METHODS)
+OTHERS = rows_of_others(comparators.METHODS)
+EVERY_METHOD |= OTHERS
 
 
 def daily(values, keep) -> list:

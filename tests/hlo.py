@@ -6,7 +6,8 @@ from functools import cache
 
 import numpy as np
 
-ITEM_BITS = dict(pred=8, u8=8, u16=16, bf16=16, f16=16, s32=32, u32=32, f32=32, c64=64)
+ITEM_BITS = dict(pred=8, s8=8, u8=8, s16=16, u16=16, bf16=16, f16=16)
+ITEM_BITS |= dict(s32=32, u32=32, f32=32, c64=64)
 COLLECTIVES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter|send|recv"
 OPERATION = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<name>{COLLECTIVES})(?P<start>-start)?\(")
 GROUPS = re.compile(r"(?:replica_groups|source_target_pairs)={{(.*?)}}")

@@ -63,6 +63,19 @@ def test_the_collectives_of_the_page():
         assert np.all(errors > 1e-6) and np.all(errors < 2e-3), errors
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_what_is_not_finite_makes_its_block_nan_on_all_workers(value):
+    """In every place of a block: a maximum may drop a NaN in some lanes."""
+    x = np.ones((N, N * 64 * 64), np.float32)
+    places = np.arange(0, x.shape[1], 65)  # one in nearly every block, each time a place further
+    x[1, places] = value
+    method = small(page().Int8(), topology=dq.Ring())
+    run = jax.jit(jax.vmap(lambda x: dq.psum(x, "data", method=method, key=KEY), axis_name="data"))
+    found, expected = np.asarray(run(x)), np.zeros(x.shape[1] // 64, bool)
+    expected[places // 64] = True
+    np.testing.assert_array_equal(np.isnan(found), np.tile(np.repeat(expected, 64), (N, 1)))
+
+
 STREAMS = {"streams": 2}
 EXACT_OVER = [dq.Ring(**STREAMS), dq.Butterfly(**STREAMS), dq.Direct(**STREAMS), None]
 EXACT_OVER += [dq.Direct(transport="permutes"), dq.Ring(unroll_up_to=1)]
