@@ -34,6 +34,9 @@ shards that are gathered on use, "model" splits every matrix (tensor parallelism
 those of the mean gradient against the one that plain `jax.jit` computes; what shards send is not
 counted here, but in ``train_fsdp.py``.
 
+``--report FILE.html`` writes one page: losses against bf16's, bytes and milliseconds of a step, and
+whether all devices ended with the same bits.
+
 Larger: ``--model 125m`` or ``--model 1b`` on GPUs. ``--dump-gradients FILE.npz`` saves every
 worker's own gradient of one step for offline study; with ``--dump-workers 8`` one GPU plays eight.
 """
@@ -60,6 +63,7 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import llm_report
 import numpy as np
 import optax
 import typer
@@ -261,6 +265,8 @@ class Result:
     seconds: list[float] = field(default_factory=list)  # of every step; the first one compiles
     vnmse: dict[int, float] = field(default_factory=dict)
     worst_leaf: dict[int, float] = field(default_factory=dict)
+    replicas: int | None = None  # copies of leaves that were compared with the first, if asked
+    replicas_differ: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,6 +282,7 @@ class Run:
     seed: int
     measure_every: int
     console: Console
+    check_replicas: bool = False  # after the last step
 
     @property
     def rows(self) -> int:
@@ -409,6 +416,27 @@ def fit(
     result.validation_loss = float(
         np.mean([float(evaluate(params, run.shard(b))) for b in batches])
     )
+    if run.check_replicas:
+        result.replicas, result.replicas_differ = compare_replicas(params)
+
+
+def compare_replicas(params: Any) -> tuple[int, int]:
+    """How many copies of leaves, or of their shards, there are beside the first; how many differ.
+
+    Bits are compared, of the copies of this process.
+    """
+    compared = differ = 0
+    for leaf in jax.tree.leaves(params):
+        first: dict[str, bytes] = {}  # by the part of the leaf that devices have in common
+        for shard in leaf.addressable_shards:
+            own = np.asarray(shard.data).tobytes()
+            part = str(shard.index)
+            if part in first:
+                compared += 1
+                differ += own != first[part]
+            else:
+                first[part] = own
+    return compared, differ
 
 
 def status(result: Result, tokens_per_step: int) -> str:
@@ -465,6 +493,7 @@ def introduce(run: Run, model: str) -> int:
 def keep(run: Run, results: Sequence[Any], record: dict[str, Any], name: str, out: Path) -> None:
     """Writes the record with what the results have measured, and the curves."""
     unmeasured = {"vnmse", "mean_vnmse", "worst_leaf", "mean_worst_leaf"}
+    unmeasured |= {"replicas", "replicas_differ"}
     if all(r.percent_vs_f32 is None for r in results):
         unmeasured.add("percent_vs_f32")
     record |= {
@@ -612,6 +641,7 @@ def main(
     dump_step: Annotated[int, typer.Option(min=0, help="step to dump, from 0")] = 0,
     dump_workers: Annotated[int | None, typer.Option(help="default: one per device")] = None,
     out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
+    report: Annotated[Path | None, typer.Option(dir_okay=False, help="one page of HTML")] = None,
 ) -> None:
     """Trains a LLaMA-style model with compressed gradients."""
     check_choice(model, CONFIGS, "--model")
@@ -642,6 +672,8 @@ def main(
                 f"--dump-workers {dump_workers}: pass a multiple of the {n_devices} devices that "
                 f"divides the step's {rows} sequences (--batch-size times devices)"
             )
+    if report and not report.parent.is_dir():
+        raise typer.BadParameter(f"--report {report}: no folder {report.parent}")
     out.mkdir(parents=True, exist_ok=True)
 
     config, console = CONFIGS[model], Console()
@@ -656,7 +688,7 @@ def main(
     run = Run(
         model=config, recipe=recipe, corpus=corpus, mesh=devices,
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, devices), seed=seed,
-        measure_every=measure_every, console=console,
+        measure_every=measure_every, console=console, check_replicas=report is not None,
     )  # fmt: skip
     params = jax.eval_shape(run.init)
     n_params = introduce(run, model)
@@ -689,6 +721,9 @@ def main(
     (out / f"{name}.json").write_text(json.dumps(record, indent=1))
     plot(results, f"{model}, {where['devices']}", out / f"{name}.png")
     console.print(f"curves and numbers: {out / name}.png, .json", highlight=False)
+    if report:
+        report.write_text(llm_report.page(results, f"{model}, {where['devices']}"))
+        console.print(f"report: {report}", highlight=False)
 
 
 if __name__ == "__main__":
