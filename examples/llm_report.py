@@ -41,13 +41,13 @@ def row(result: Any, bf16: Any | None) -> list[str]:
 def curves(results: Sequence[Any]) -> str:
     """Training losses by step, as SVG, with a legend."""
     width, height = 800, 260
-    low = min(min(r.losses) for r in results)
-    high = max(max(r.losses) for r in results)
+    finite = [loss for r in results for loss in r.losses if np.isfinite(loss)] or [0.0]
+    low, high = min(finite), max(finite)
     lines = []
     for place, (r, color) in enumerate(zip(results, COLORS, strict=False)):
         x = np.linspace(50, width - 10, len(r.losses))
         y = 10 + (height - 40) * (high - np.array(r.losses)) / ((high - low) or 1)
-        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+        points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True) if np.isfinite(b))
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}"/>')
         name, at = html.escape(r.method), 30 + 20 * place
         lines.append(f'<text x="{width - 90}" y="{at}" fill="{color}">{name}</text>')

@@ -261,7 +261,7 @@ def check_names(args):
         "dynamiq-jax explain model.json --worker 16",
         "dynamiq-jax explain",
         "dynamiq-jax explain model.json --workers many",
-        "dynamiq-jax simulate --workers 8",
+        "dynamiq-jax imagine --workers 8",
         "dynamiq-jax bench error",
         "dynamiq-jax error --methods dynamite:5",
         "python examples/train.py",

@@ -66,6 +66,14 @@ def test_without_bf16_nothing_is_compared_with_it():
     assert parsed([only])[0][1:3] == ["2.0000", "–"]
 
 
+def test_a_run_that_diverged_is_drawn_as_far_as_it_went():
+    diverged = result("bf16", float("nan"), 1e6)
+    diverged.losses = [5.0, float("inf"), float("nan")]
+    page = llm_report.page([diverged], "tiny")
+    assert 'points="50.0,' in page and page.count(",nan") == page.count("inf") == 0
+    assert parsed([diverged])[0][1] == "nan"
+
+
 @pytest.mark.parametrize("wrong", [(), (3,), (0, 5)])
 def test_a_replica_that_differs_is_counted(wrong):
     """The first copy is what others are compared with: if it differs, all others do."""

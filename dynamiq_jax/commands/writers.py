@@ -1,5 +1,7 @@
 """Metrics of a step as numbers, for CSV files and other writers."""
 
+from typing import Any
+
 import numpy as np
 
 from dynamiq_jax.methods.metrics import Metrics
@@ -14,3 +16,25 @@ def scalars(metrics: Metrics) -> dict[str, float]:
     widths = np.asarray(found.pop("widths"))
     values = {name: float(value) for name, value in found.items()}
     return values | {f"width_{width}": float(share) for width, share in enumerate(widths)}
+
+
+def log(writer: Any, metrics: Metrics, step: int) -> None:
+    """Writes the metrics of a step, with the names of `scalars` below ``dynamiq/``.
+
+    ``writer`` is a TensorBoard ``SummaryWriter`` (tensorboardX or PyTorch), which has
+    ``add_scalar``, or a run of Weights & Biases, which has ``log``. Waits for the step.
+
+    Raises:
+      TypeError: it has neither.
+    """
+    values = {f"dynamiq/{name}": value for name, value in scalars(metrics).items()}
+    if hasattr(writer, "add_scalar"):
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+    elif hasattr(writer, "log"):
+        writer.log(values, step=step)
+    else:
+        raise TypeError(
+            f"{type(writer).__name__} has no add_scalar and no log: pass a SummaryWriter of "
+            "tensorboardX or the run that wandb.init returned"
+        )
