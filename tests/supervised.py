@@ -42,7 +42,8 @@ def endless(steps, seconds):
             ORDERS[name]()
         progress.write_text(str(step))
         time.sleep(seconds)
-        reached.write_text(str(step))
+        (folder / "next").write_text(str(step))  # a process that is killed leaves no half file
+        (folder / "next").rename(reached)
 
 
 class Supervised:

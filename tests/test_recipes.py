@@ -30,7 +30,7 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
     "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm", "explicit",
-    "meshes", "several hosts", "scan", "fsdp", "fsdp state", "sequential", "scattered",
+    "meshes", "several hosts", "scan", "fsdp", "fsdp state", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
@@ -227,6 +227,12 @@ def of_a_grid(found):
     return np.all(models == models[0]) and close(models[0], mean)
 
 
+def of_deferred(found):
+    """Parameters are alike, and lack differences that `gathered` adds."""
+    pairs = zip(*map(jax.tree.leaves, (found["current"], found["params"])), strict=True)
+    return alike(found["current"]) and any(np.any(x != y) for x, y in pairs)
+
+
 def of_finite_parameters(found):
     return all(finite(leaf) for leaf in jax.tree.leaves(found["params"]))
 
@@ -277,6 +283,7 @@ PRINTED = [
     (["scan"], r"loss 0\.", of_layers),
     (["fsdp", "fsdp state"], r"loss 1\.\d+\n", of_fsdp),  # it was 5
     (["sequential", "scattered"], r"loss 0\.", of_scattered),
+    (["sequential", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
     (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),

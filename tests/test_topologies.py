@@ -123,13 +123,13 @@ def over_two_levels(method, x, inner=None):
 
 
 @pytest.mark.parametrize("method", [BF16, F32])
-def test_hierarchies_may_use_it_across_but_not_inside(method):
+def test_hierarchies_may_use_it_across_and_inside(method):
     limit = 32 if method is BF16 else 2**20  # sums are what bf16 and f32 hold exactly, and no less
     x = np.random.default_rng(7).integers(-limit, limit + 1, (2, 2, SIZE)).astype(np.float32)
     total = x.sum(axis=(0, 1), keepdims=True)
-    np.testing.assert_array_equal(over_two_levels(method, x), np.broadcast_to(total, x.shape))
-    with pytest.raises(NotImplementedError, match="the halves that Hierarchical"):
-        over_two_levels(method, x, inner=dq.Direct())
+    for inner in (None, dq.Direct()):
+        found = over_two_levels(method, x, inner=inner)
+        np.testing.assert_array_equal(found, np.broadcast_to(total, x.shape))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
