@@ -1,6 +1,7 @@
 """Differences that travel at the top of the next step, function by function (DeAR's order)."""
 
 import dataclasses
+import warnings
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from workers import auto_mesh
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.collectives import pending as pending_module
 
 LIMITS = {"min_leaf_size": DIM * DIM, "min_bucket_size": 1, "min_bucket_bytes": 0}
 F32 = dataclasses.replace(EXACT, **LIMITS)
@@ -124,6 +126,26 @@ def test_differences_travel_beside_functions_before_theirs(functions):
     # The functions are: embed, layers, head. A layer k waits for the gathers of functions 0 to k.
     assert waits[:LAYERS] == [2 * (2 + k) for k in range(LAYERS)]
     assert all(ahead[:LAYERS])
+
+
+def test_a_step_that_takes_no_differences_warns(monkeypatch):
+    """Its parameters would never move."""
+    monkeypatch.setattr(pending_module, "_taken", set())
+    optimizer = make(deferred=True)
+    params, state = start(optimizer)
+    specs = dq.optax.state_specs(state)
+
+    def step(params, state):
+        updates, state = optimizer.update(state.masters, state, params)
+        return optax.apply_updates(params, updates), state
+
+    maps = {"in_specs": (P(), specs), "out_specs": (P(), specs)}
+    mapped = jax.shard_map(step, mesh=auto_mesh(N), **maps)
+    with pytest.warns(UserWarning, match="pass pending=state.pending to dq.sequential"):
+        jax.eval_shape(mapped, params, state)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(make_step(optimizer, state), params, state, problem()[1])
 
 
 def test_states_have_shapes_and_go_to_other_numbers_of_workers():

@@ -22,7 +22,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.collectives.sum import Split, Sum
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, AxisName
+
+_taken: set[AxisName] = set()
+"""The axes over which this process has traced something that takes pending differences."""
 
 
 @functools.partial(
@@ -42,11 +45,25 @@ class Pending:
     words: Array
     total: Sum
 
+    def check_taken(self) -> None:
+        """Warns, while an update is traced, if nothing has ever taken differences over this axis.
+
+        A step takes them before its update, so that its trace, or an earlier one, has been here.
+        """
+        if self.total.axis.name not in _taken:
+            warnings.warn(
+                "nothing takes the pending differences of dq.optax.sharded(..., deferred=True): "
+                "parameters would stay as they are; pass pending=state.pending to dq.sequential, "
+                "or call dq.optax.gathered(params, opt_state) at the top of the step",
+                stacklevel=2,
+            )
+
     def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:
         """The copy with the decoded differences of this worker's masters, the same on all workers.
 
         ``specs`` say how masters are split. Leaves that are not split are current already.
         """
+        _taken.add(self.total.axis.name)
         total, _ = self.total.of_shards(masters, specs)
         held, treedef = jax.tree.flatten(masters)
         found = jax.tree.leaves(copies)

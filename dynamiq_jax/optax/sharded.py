@@ -424,6 +424,7 @@ class _Update(NamedTuple):
         if pending is None:
             found = self._differences(masters, own, total, for_differences)
         else:  # leaves that are not split stay exact: all workers know their differences
+            pending.check_taken()
             ends = zip(jax.tree.leaves(masters), copies, total.splits, strict=True)
             found = [
                 jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
