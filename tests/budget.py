@@ -2,9 +2,9 @@
 
 While tests run, `Census` counts per file; `conftest` fails a file that exceeds its budget, and
 ``--census FILE`` keeps the counts. ``python tests/budget.py FILE`` prints them as a table for
-BUILD.md, and with ``--renew`` makes them the budget, with room for what differs between runs: a
-file also pays for small programs that another file has left behind when it ran in the same process,
-and processors differ.
+BUILD.md, and with ``--renew`` makes them the budget of the files that were counted, with room for
+what differs between runs: a file also pays for small programs that another file has left behind
+when it ran in the same process, and processors differ.
 """
 
 import json
@@ -69,15 +69,20 @@ def excess(file: str, counts, budgets: dict) -> str | None:
     )
 
 
-def renewed(census: dict) -> dict:
-    """The budget under which a run of this census passes with room to spare."""
-    return {
+def renewed(census: dict, before: dict) -> dict:
+    """The budget under which a run of this census passes with room to spare.
+
+    Files that it did not count keep what they had, as long as they are there.
+    """
+    kept = {file: own for file, own in before.items() if FILE.with_name(file).exists()}
+    counted = {
         file: {
             "programs": 10 * math.ceil(1.2 * counts["programs"] / 10) + 30,
             "seconds": 5 * math.ceil(2 * counts["seconds"] / 5) + 10,
         }
-        for file, counts in sorted(census.items())
+        for file, counts in census.items()
     }
+    return dict(sorted((kept | counted).items()))
 
 
 def table(census: dict) -> str:
@@ -95,4 +100,5 @@ if __name__ == "__main__":
     found = json.loads(Path(sys.argv[1]).read_text())
     print(table(found))
     if "--renew" in sys.argv:
-        FILE.write_text(json.dumps(renewed(found), indent=1) + "\n")
+        budget = renewed(found, json.loads(FILE.read_text()))
+        FILE.write_text(json.dumps(budget, indent=1) + "\n")
