@@ -11,8 +11,8 @@ sample of several steps.
 JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
 ``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
-``none`` averages nothing: what a step takes beyond it is *exposed* communication, kernels of the
-compression included, and less the work that shards save. `dq.explain` tells bytes. *Temporaries*
+``none`` has no gradient exchange: what a step takes beyond it is *exposed* communication, kernels
+of the compression included, and less the work that shards save. `dq.explain` tells bytes. *Temporaries*
 are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own operations take,
 see `llm_model.training_flops`.
 """
@@ -81,7 +81,7 @@ class Row:
     compile_s: float
     loss: float
     exposed_ms: float | None = None
-    """Beyond the step that averages nothing, if that was timed."""
+    """Beyond the step without gradient exchange, if that was timed."""
 
 
 COLUMNS = (

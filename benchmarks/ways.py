@@ -451,7 +451,7 @@ class Kind(NamedTuple):
 
 ZERO, FSDP = ("5", "2.5"), ("5", "8")
 KINDS = {
-    "none": Kind(partial(in_a_map, how="none"), (), "data parallel that averages nothing"),
+    "none": Kind(partial(in_a_map, how="none"), (), "data parallel without gradient exchange"),
     "bf16-psum": Kind(partial(in_a_map, how="pmean"), (), "lax.pmean after the backward pass"),
     "psum": Kind(partial(in_a_map, how="psum"), ("5",), "dq.pmean after the backward pass"),
     "dp": Kind(partial(in_a_map, how="pipeline"), ("5",), "dq.sequential"),

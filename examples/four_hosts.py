@@ -33,7 +33,7 @@ if "NUM_HOSTS" in os.environ:  # 1: every process finds the others
 STEPS, BATCH, WIDTH = 80, 64, 512
 mesh = jax.make_mesh((jax.device_count(),), ("data",))  # 2: all GPUs of all hosts
 jax.set_mesh(mesh)
-method = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)  # 0: however small the model
+method = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)  # 0: compress small buckets, too
 
 
 def loss_fn(params, batch):

@@ -52,7 +52,7 @@ def make_sharded_step(run: Run, optimizer: optax.GradientTransformation, opt_sta
 def train_sharded(run: Run, bits: float, difference_bits: float) -> tuple[Result, int]:
     """Trains with slices of the optimizer on the workers."""
     params, n = run.init(), run.mesh.size
-    small = partial(dq.Compression, min_bucket_bytes=0)  # however small the model
+    small = partial(dq.Compression, min_bucket_bytes=0)  # compress small buckets, too
     optimizer = dq.optax.sharded(
         llm.make_optimizer(run.recipe, optax.identity()),  # the clip is max_norm
         AXIS,

@@ -89,7 +89,7 @@ WITHIN += ("host memory", "2 × H200"), ("host memory", "2 × H100")
 """Runs of one host."""
 COLOURS = "#9ecae1", "#08519c", "#d9842b"
 STEPS_OF = {
-    "none": "averages nothing",
+    "none": "no gradient exchange",
     "bf16-psum": "bf16 psum",
     "bf16-zero": "bf16 ZeRO-1 by hand",
     "zero-pipeline:bf16/bf16": "sharded updates, bf16",

@@ -27,7 +27,7 @@ def psum(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
 ) -> Any:
-    """Sums every leaf over the mapped axis, compressed; stands where `jax.lax.psum` stood.
+    """Sums every leaf over the mapped axis, compressed; replaces `jax.lax.psum`.
 
     It runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
     and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
