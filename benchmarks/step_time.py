@@ -12,8 +12,9 @@ JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again 
 ``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
 ``none`` has no gradient exchange: what a step takes beyond it is *exposed* communication, kernels
-of the compression included, and less the work that shards save. `dq.explain` tells bytes. *Temporaries*
-are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own operations take,
+of the compression included, and less the work that shards save. `dq.explain` tells bytes.
+*Temporaries* are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own
+operations take,
 see `llm_model.training_flops`.
 """
 

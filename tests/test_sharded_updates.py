@@ -413,3 +413,25 @@ def test_the_limits_of_the_gradients_are_those_of_the_differences():
         floats = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
         largest = max(math.prod(map(int, shape.split(","))) for shape in floats)
         assert (largest >= 64 * 512) == native
+
+
+def test_other_axes_may_split_parameters_and_the_state_stays_as_its_specs_say():
+    """Each worker has one distance for a leaf, which is the largest over the leaf's parts."""
+    mesh = jax.make_mesh((2, 4), ("island", "data"), axis_types=(AxisType.Auto,) * 2)
+    params, parts = {"w": jnp.zeros((64, 32))}, {"w": P(None, "data")}
+    told = {"method": F32, "differences": F32, "specs": parts}
+    optimizer = dq.optax.sharded(optax.sgd(1.0), "island", **told)
+    state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(state)
+    steps = jnp.arange(8, dtype=jnp.float32).repeat(4)  # one of each eighth of the columns
+
+    def step(params, state, steps):
+        grads = jax.tree.map(lambda x: jnp.ones_like(x) * steps[None], params)
+        updates, state = optimizer.update(lax.pcast(grads, "island", to="varying"), state, params)
+        return updates, state
+
+    maps = {"in_specs": (parts, specs, P("data")), "out_specs": (parts, specs)}
+    mapped = jax.shard_map(step, mesh=mesh, **maps)
+    updates, after = jax.jit(mapped)(params, state, steps)
+    np.testing.assert_allclose(updates["w"], -np.broadcast_to(steps, (64, 32)))
+    assert after.gaps.value.shape == (2, 1) and np.isfinite(after.gaps.value).all()
