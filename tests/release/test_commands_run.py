@@ -27,12 +27,15 @@ NEED = {
         "|make test-gpu"
     ),
     "links to measure (tests/test_advise.py)": "dynamiq-jax advise",
-    "hosts (tests/test_hosts.py, tests/release/test_training_goes_on.py)": (
+    "hosts (tests/test_hosts.py, test_four_hosts.py, release/test_training_goes_on.py)": (
         r".*(train_multihost|hosts\.py|goodput)|dynamiq-jax run"
     ),
     "a package index (.ci/release-check)": "pip|make (demo|test)$",
     "a checkout of JAX": "python tests/conformance",
-    "minutes to hours": r"python (benchmarks/evidence/training|examples/train_(local_steps|llm))",
+    "minutes to hours": (
+        r"python (benchmarks/evidence/training|examples/train_(local_steps|llm))"
+        r"|dynamiq-jax simulate .*8192"
+    ),
     "a profile of a GPU": "python benchmarks/timeline",
     "nothing: tests/test_documents.py": r"make figures|python benchmarks/evidence/pages",
     "a GPU, for push": "python -$",
