@@ -191,7 +191,7 @@ def compare(found, expected):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
     for name, gradient in expected[1].items():
         error = np.sum((np.asarray(found[1][name], np.float64) - gradient) ** 2)
-        assert error <= 1e-8 * np.sum(np.square(gradient, dtype=np.float64)) + 1e-12, name
+        assert error <= 1e-8 * np.sum(np.square(gradient, dtype=np.float64)) + 1e-14, name
 
 
 RANDOM = np.random.default_rng(0)
