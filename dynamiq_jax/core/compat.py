@@ -47,7 +47,7 @@ def _private(part: str) -> Iterator[None]:
 
 
 def _aside(function: Callable[[], Any]) -> Any:
-    """What ``function`` returns or raises in a thread of its own, where no trace is around it."""
+    """Calls ``function`` in a thread of its own, where no trace is around it."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
 
@@ -284,12 +284,12 @@ def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return own, getattr(jaxpr, "consts", ())
 
 
-def _typed(mesh: AbstractMesh, spec: P) -> jax.ShapeDtypeStruct:
-    """A matrix of 2 x 2 on a mesh."""
-    return jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=NamedSharding(mesh, spec))
-
-
 _EXPLICIT = AbstractMesh((2,), ("worker",), axis_types=(AxisType.Explicit,))
+
+
+def _typed(spec: P) -> jax.ShapeDtypeStruct:
+    """A matrix of 2 x 2 on the mesh of examples."""
+    return jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=NamedSharding(_EXPLICIT, spec))
 
 
 @functools.cache
@@ -298,7 +298,7 @@ def refusals() -> tuple[type[Exception], ...]:
 
     One of them has no public name: JAX raises it for a sum of arrays that are split differently.
     """
-    operands = _typed(_EXPLICIT, P("worker")), _typed(_EXPLICIT, P(None, "worker"))
+    operands = _typed(P("worker")), _typed(P(None, "worker"))
     try:
         _aside(lambda: jax.eval_shape(jnp.add, *operands))
     except Exception as error:
@@ -314,7 +314,7 @@ def reshard_primitive() -> Primitive:
     def trace() -> Any:
         with jax.sharding.use_abstract_mesh(_EXPLICIT):
             whole = lambda x: jax.reshard(x, P())
-            return jax.make_jaxpr(whole)(_typed(_EXPLICIT, P("worker")))
+            return jax.make_jaxpr(whole)(_typed(P("worker")))
 
     (equation,) = with_constants(_aside(trace))[0].eqns
     if name_of(equation) != "reshard":

@@ -439,8 +439,9 @@ class _Update(NamedTuple):
         if pending is not None:  # the copy moves after the update: no distance tells of a change
             after = [jnp.inf if split else 0.0 for split in total.splits]
         far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, after))))
-        if others := tuple(sorted(sizes.keys() - {*axis.names})):  # these split leaves further
-            far = Axis(others).pmax(Axis(others).to_varying(far))
+        if names := tuple(sorted(sizes.keys() - {*axis.names})):  # these split leaves further
+            others = Axis(names)
+            far = others.pmax(others.to_varying(far))
         after = jnp.where(finite, far, gaps)
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))

@@ -178,9 +178,10 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
     """The results of an equation that sees examples."""
     name, made = name_of(equation), None
     leaves = frozenset().union(*(x.leaves for x in operands))
-    if any(x.typed is not None for x in operands) or _has_gathers(equation):
+    gathers = _has_gathers(equation)
+    if gathers or any(x.typed is not None for x in operands):
         made = _typed(equation, operands, uses)
-    if made is None and _has_gathers(equation):
+    if made is None and gathers:
         raise NotImplementedError(f"reduce_in_backward within {name}")
     if made is None:
         plain = [x.plain() for x in operands]
