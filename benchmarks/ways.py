@@ -142,7 +142,7 @@ class Training:
         if bits := re.fullmatch(r"([\d.]+)(d?)", text):
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
             if float(bits[1]) < LEAST_BITS:
-                options = {"widths": (1, 2, 3), "floor": None}
+                options = contenders.NARROW
         made = contenders.make_method(method, **options)
         native = contenders.is_native(made) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)

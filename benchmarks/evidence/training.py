@@ -127,7 +127,7 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto")),
-    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, widths=(1, 2, 3), floor=None, dither=True),
+    "dynamiq-dither-1-2-3": partial(dq.DynamiQ, **contenders.NARROW, dither=True),
     "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),

@@ -59,6 +59,9 @@ LEAST_SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The options for the least squared error: floors and companded levels, its defaults,
 are for the loss of training with Adam (docs/training-quality.md)."""
 
+NARROW = {"widths": (1, 2, 3), "floor": None}
+"""The options for about 2 bits, below what the default widths hold with their metadata."""
+
 _NAMED: Mapping[str, Callable[..., Any]] = {
     "dynamiq": dq.DynamiQ,
     "dynamiq-dither": partial(dq.DynamiQ, dither=True),
