@@ -113,6 +113,12 @@ class Supervised:
         return self.said(i).splitlines()[-1]
 
 
+def child_of(supervisor):
+    """The process number of the process that a supervisor has started."""
+    pid = supervisor.pid
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
 def free_ports(n):
     """Ports for supervisors on this machine; those of coordination services lie above each."""
     start = 20000 + 20 * n * (os.getpid() % 300)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hosts
 import pytest
-from supervised import Supervised
+from supervised import Supervised, child_of
 from test_hosts import needs_hosts
 
 ROOT = Path(__file__).parent.parent
@@ -78,9 +78,7 @@ def test_a_run_whose_process_is_killed_ends_with_the_same_loss(tmp_path):
             run.start()
             if killed:
                 run.until_said(r"step +20 ", 0, seconds=120)
-                pid = run.processes[2].pid
-                (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-                os.kill(int(child), signal.SIGKILL)
+                os.kill(child_of(run.processes[2]), signal.SIGKILL)
             assert run.statuses(seconds=200) == [0] * 4
             logs.append(run.said(0))
     whole, broken = logs

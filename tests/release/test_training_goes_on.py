@@ -5,13 +5,13 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import multihost_worker as worker
 import numpy as np
 import pytest
 from hosts import Hosts
 from processes import ENVIRONMENT, WORKER
+from supervised import child_of
 from test_hosts import losses, needs_hosts
 
 PORT = 29500
@@ -59,8 +59,7 @@ class Run:
 
     def training(self, i):
         """The process that a host's supervisor has started."""
-        pid = self.processes[i].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+        return child_of(self.processes[i])
 
     def statuses(self, *which, seconds=120):
         processes = [self.processes[i] for i in which or range(self.made.n)]
