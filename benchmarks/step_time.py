@@ -7,15 +7,14 @@ One process has all GPUs, or several find each other by NUM_HOSTS, HOST_ID and C
 environment; the first one prints. The model is that of `examples/llm_model.py` with the optimizer
 of `examples/train_llm.py`: bf16 matrix products, f32 parameters (or masters) and moments, bf16
 gradients, state donated, fresh random tokens in each step. The host waits for nobody within a
-sample of several steps.
-JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile again by their times.
+sample of several steps. JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile
+again by their times.
 ``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
 
 ``none`` has no gradient exchange: what a step takes beyond it is *exposed* communication, kernels
 of the compression included, and less the work that shards save. `dq.explain` tells bytes.
 *Temporaries* are XLA's for one device. *MFU* is the share of the GPUs' peak that the model's own
-operations take,
-see `llm_model.training_flops`.
+operations take, see `llm_model.training_flops`.
 """
 
 import dataclasses

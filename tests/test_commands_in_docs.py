@@ -54,7 +54,7 @@ class Command(NamedTuple):
 
 
 TRAINING = SimpleNamespace(topology=None, limits={})
-"""What `ways.parse` needs of a training: the methods behind the parts of a name."""
+"""The part of a training that `ways.parse` reads: the methods behind the parts of a name."""
 TRAINING.request = partial(ways.Training.request, TRAINING)
 
 

@@ -170,7 +170,7 @@ class Workers:
     layout: Any
 
     def call(self, worker: Array | int, seed: UInt[Array, " 2"]) -> Call:
-        """What the method is told of this worker's collective."""
+        """Returns the call by which the method runs this worker's part."""
         return Call(Member((), count=self.n_workers, number=worker), self.topology, seed)
 
     def __call__(self, given: Given, worker: Array) -> ChunkCodec:

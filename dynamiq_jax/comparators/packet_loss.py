@@ -39,10 +39,10 @@ TAG = 0x10557
 
 
 class Lossy(NamedTuple):
-    """What all workers know ahead of the first encoding."""
+    """The values that all workers know ahead of the first encoding."""
 
     inner: Shared
-    """What the method shares."""
+    """The value that `HopMethod.share` of the method returned."""
     seed: UInt[Array, " 2"]
     """The seed of the losses."""
 
@@ -124,7 +124,7 @@ class PacketLoss(HopMethod, Around):
         return self.method.measure(x, layout), own
 
     def share(self, message: Message, layout: Layout, call: Call) -> Lossy:
-        """What the method shares, and the seed of the losses."""
+        """Returns the method's shared value, and the seed of the losses."""
         inner, known = message
         seed = fold_seed(seed_of(call.seed, known), TAG)
         return Lossy(self.method.share(inner, layout, call), seed)

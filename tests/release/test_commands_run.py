@@ -40,7 +40,7 @@ NEED = {
     "nothing: tests/test_documents.py": r"make figures|python benchmarks/evidence/pages",
     "a GPU, for push": "python -$",
 }
-"""What other commands need, by how they begin. Those of older commits need these commits."""
+"""The needs of other commands, by how these begin. Commands of older commits need the commits."""
 
 
 def ours():
