@@ -240,9 +240,14 @@ def test_uses_with_a_rule_stay_compressed():
         assert largest_native(step, args) < WIDTH * WIDTH
 
 
-def test_what_follows_from_parameters_alone_stays_compressed():
-    """Weight norm, low ranks and the like cost no more traffic than the parameters do."""
-    steps = ("norm", "bias", *DERIVED)
+@pytest.mark.parametrize("part", [slice(0, 7), slice(7, None)], ids=["first", "last"])
+def test_what_follows_from_parameters_alone_stays_compressed(part):
+    """Weight norm, low ranks and the like cost no more traffic than the parameters do.
+
+    Two losses share the steps: one chain of all of them would amplify the rounding of float32 until
+    plain JAX itself is further from the true gradient than `compare` allows.
+    """
+    steps = ("norm", "bias", *[*DERIVED][part])
     found, expected, (_, args) = check(steps, "none", (8,))
     compare(found, expected)
     loss = make_loss(steps, "none", P("data"))
