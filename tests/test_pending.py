@@ -215,3 +215,32 @@ def test_what_cannot_be_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             run()
+
+
+def test_statistics_travel_beside_the_payload_before_theirs():
+    """They wait for the payload before the last one, so that they need no time of their own."""
+    layers = 5
+    functions = [lambda w, x: jnp.tanh(x @ w)] * (layers - 1) + [lambda w, x: jnp.sum(x @ w)]
+    params = [jnp.eye(64)] * layers  # 4 super-groups of every worker
+    optimizer = make(DITHER, deferred=True)
+    mesh = auto_mesh(4)
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    state = dq.optax.init(optimizer, params, mesh)
+    step = make_step(optimizer, state, n=4, functions=functions)
+    traced = jax.make_jaxpr(step)(params, state, jnp.ones((8, 64)))
+    (mapped,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
+    # What each gather comes after: all results of a barrier wait for all that it takes.
+    made, after, payloads = {}, [], []
+    for e in mapped.params["jaxpr"].eqns:
+        found = set().union(*(made.get(v, set()) for v in e.invars if not hasattr(v, "val")))
+        if "all_gather" in e.primitive.name:
+            payloads.append(e.invars[0].aval.dtype == jnp.uint32)
+            after.append(found)
+            found = found | {len(payloads) - 1}
+        made |= dict.fromkeys(e.outvars, found)
+    sent = [i for i, payload in enumerate(payloads) if payload]
+    waits = [{sent.index(j) for j in own if payloads[j]} for own in after]
+    of_payloads = [own for own, payload in zip(waits, payloads, strict=True) if payload]
+    of_statistics = [own for own, payload in zip(waits, payloads, strict=True) if not payload]
+    assert of_payloads == [{*range(k)} for k in range(layers)]
+    assert sorted(of_statistics, key=len) == [{*range(k - 1)} for k in range(layers)]

@@ -124,13 +124,31 @@ def send(progress: Progress | None, passing: Any) -> Any:
     if progress is None:
         return passing
     passing = hold([progress], passing)
-    progress.compute()
+    if not progress.computed:
+        progress.compute()
     while progress.rounds_left > 1:
         progress.exchange()
         progress.compute()
     if not progress.done:
         passing = hold([progress], passing)
         progress.exchange()
+    return passing
+
+
+def announce(coming: Progress | None, following: Progress | None, passing: Any) -> Any:
+    """``passing``, after which a gather sends its first round, unless that has its payload.
+
+    Its statistics then travel with the payload of the gather before it, and its payload is ready to
+    go when that one has arrived. The gather that follows computes its own statistics meanwhile.
+    """
+    moving = [x for x in (coming, following) if x is not None and x.rounds_left > 1]
+    passing = hold(moving, passing)
+    for progress in moving:
+        if not progress.computed:
+            progress.compute()
+        if progress is coming:
+            progress.exchange()
+            progress.compute()
     return passing
 
 

@@ -232,7 +232,8 @@ class Progress:
 
     def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
         self._traced, self._values, self._waits, self._round = traced, values, waits, round
-        self.done = False
+        self.done = self.computed = False
+        """`computed`: whether the next call is of `exchange`."""
         self.payload: dict[Slot, Array] = {}
         """The values that the last kernels take, once these have run."""
 
@@ -279,6 +280,7 @@ class Progress:
         if self.done:
             known = {*traced.sources, *computation.takes} & self._values.keys()
             self.payload = {x: self._values[x] for x in sorted(known - traced.constants.keys())}
+        self.computed = True
         made = computation.run({slot: self._values[slot] for slot in computation.takes})
         self._values.update(made)
         if self.done:
@@ -293,6 +295,7 @@ class Progress:
         run(moves, self._values)
         self._waits = [slot for op in moves for slot in op.makes]
         self._round += 1
+        self.computed = False
 
 
 def _moves(equation: JaxprEqn) -> bool:

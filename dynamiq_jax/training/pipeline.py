@@ -37,7 +37,7 @@ from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
-from dynamiq_jax.training.interleaved import Pipeline, Traces, arrive, send
+from dynamiq_jax.training.interleaved import Pipeline, Traces, announce, arrive, send
 from dynamiq_jax.training.phases import Progress
 
 Function = Callable[[Any, Any], Any]
@@ -218,11 +218,14 @@ class _Chain(NamedTuple):
         taken, kept, current = self._taken(params, copies, pending), [], []
         pairs = zip(self.parts, taken, strict=True)
         gathers = [self._gather(*pair, words, pending) for pair in pairs]
-        x = arrive(gathers[0], send(gathers[0], x))
-        following = [*gathers[1:], None]
-        for part, own, mine, coming in zip(self.parts, taken, gathers, following, strict=True):
+        later = [*gathers, None, None, None]
+        x = send(gathers[0], announce(*later[1:3], x))
+        x = arrive(gathers[0], x)
+        for number, (part, own, mine) in enumerate(zip(self.parts, taken, gathers, strict=True)):
+            coming, *after = later[number + 1 : number + 4]
             whole = own if mine is None else mine.result
-            x, pull = jax.vjp(part.function, self.axis.to_varying(whole), send(coming, x))
+            x = send(coming, announce(*after, x))
+            x, pull = jax.vjp(part.function, self.axis.to_varying(whole), x)
             x = arrive(coming, x)
             current.append(whole)
             if mine is None or pending is not None:  # the caller keeps the current copies whole
