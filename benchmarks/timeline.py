@@ -138,6 +138,8 @@ def read_step(trace: Path, collectives: dict[str, dict[str, Any]]) -> Step:
     named = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     gpus = sorted(pid for pid, name in named.items() if name.startswith("/device:GPU"))
     own = [e for e in events if e.get("ph") == "X" and e["pid"] in gpus[:1]]
+    # Copies from the host do not tell of steps: those of later ones may run beside the first.
+    own = [e for e in own if not e["name"].startswith("MemcpyH2D")]
     if not own:
         raise ValueError(f"{trace}: no GPU computes in this trace; profile a step on GPUs")
     own.sort(key=lambda e: e["ts"])

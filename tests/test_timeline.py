@@ -62,10 +62,14 @@ def test_groups(line, groups):
 
 
 def trace(path, events, steps=3):
-    """A trace of equal steps of 10 ms; events are (name, op, start ms, ms)."""
+    """A trace of equal steps of 10 ms; events are (name, op, start ms, ms).
+
+    The host copies the numbers of all steps ahead of the first one.
+    """
     found = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "/device:GPU:0"}}]
     for step in range(steps):
-        for name, op, start, ms in events:
+        copied = ("MemcpyH2D", "", 0.1 * step - 10 * step - 1, 0.01)
+        for name, op, start, ms in [copied, *events]:
             ts, args = (10 * step + start) * 1e3, {"hlo_op": op}
             found.append(
                 {
