@@ -231,6 +231,9 @@ def read_folder(folder: Path) -> dict[str, Step]:
 def main(
     folders: Annotated[list[Path], typer.Argument(help="of step_time.py --profile")],
     picture: Annotated[Path | None, typer.Option(help="a PNG or SVG file")] = None,
+    labels: Annotated[
+        list[str] | None, typer.Option("--label", help="of each step, in the place of its way")
+    ] = None,
 ) -> None:
     """Prints the table; draws."""
     steps: dict[str, Step] = {}
@@ -238,7 +241,13 @@ def main(
         own = read_folder(folder)
         if not own:
             raise typer.BadParameter(f"{folder} holds no profile: run step_time.py --profile first")
-        steps |= {f"{folder.name}, {k}" if len(folders) > 1 else k: v for k, v in own.items()}
+        several = len(folders) > 1
+        for way, step in own.items():
+            steps[f"{folder.name}, {way}" if several and folder.name != way else way] = step
+    if labels:
+        if len(labels) != len(steps):
+            raise typer.BadParameter(f"{len(labels)} labels for {len(steps)} steps: {[*steps]}")
+        steps = dict(zip(labels, steps.values(), strict=True))
     print(table(steps))
     if picture:
         draw(steps, picture)

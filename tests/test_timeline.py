@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import timeline
+import typer
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from workers import mesh_of
@@ -112,6 +113,25 @@ def test_kinds_of_a_step(tmp_path):
     assert row == "| zero | 9.5 | 4.0 | 4.0 | 1.0 | 0.5 | 4.0 | 5.5 |"
     timeline.main([tmp_path], tmp_path / "step.png")
     assert (tmp_path / "step.png").stat().st_size > 5000
+
+
+def test_labels_stand_in_the_place_of_ways(tmp_path, capsys):
+    folders = [tmp_path / "zero-dear-5", tmp_path / "runs"]
+    for way in (folders[0], folders[1] / "dp-5"):
+        way.mkdir(parents=True)
+        trace(way / "host0.trace.json.gz", [("fusion", "f.1", 0, 3)])
+        (way / timeline.COLLECTIVES).write_text("{}")
+
+    def names():
+        lines = capsys.readouterr().out.splitlines()[2:]
+        return [line.split(" | ")[0].removeprefix("| ") for line in lines]
+
+    timeline.main(folders)
+    assert names() == ["zero-dear-5", "runs, dp-5"]
+    timeline.main(folders, labels=["deferred", "data parallel"])
+    assert names() == ["deferred", "data parallel"]
+    with pytest.raises(typer.BadParameter, match="1 labels for 2 steps"):
+        timeline.main(folders, labels=["deferred"])
 
 
 @pytest.mark.parametrize(
