@@ -233,6 +233,7 @@ def main(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 10,
     silence: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
     wait: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
+    ready: Annotated[str, typer.Option(help="modules, as of dynamiq-jax run")] = "",
     kinds: Annotated[str, typer.Option(help="faults, by commas")] = ",".join(FAULTS),
     warm: Annotated[bool, typer.Option(help="fill the compilation cache first")] = True,
     out: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/goodput"),
@@ -245,6 +246,7 @@ def main(
     out.mkdir(parents=True)
     folder, faults = out.absolute(), []
     options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
+    options += ["--ready", ready] if ready else []
     with Hosts(hosts, devices=1) as made:
         watched = Watched(made, folder, checkpoint_every, options)
         began = until_steps(watched)

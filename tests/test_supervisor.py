@@ -5,8 +5,10 @@ trainings and links that are cut.
 """
 
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
 import goodput
 import pytest
@@ -16,6 +18,7 @@ from supervised import Supervised
 from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode, parse_hosts
 from dynamiq_jax.commands.run.supervisor import Settings
 
+ALONE = ("--min-hosts", "1", "--wait", "0.5")
 VICTIM = 1
 BEGUN = r"rank \d of 3 from"
 
@@ -82,6 +85,35 @@ def test_a_run_ends_when_all_have_ended_well(tmp_path):
         assert hosts.last(1).endswith("the run has ended well")
 
 
+def test_a_process_that_waits_takes_the_next_start(tmp_path):
+    (tmp_path / "slow.py").write_text("import os; print('imported by', os.getpid(), flush=True)")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with Supervised(tmp_path, 2, *ALONE, "--ready", "json,slow", env=env) as hosts:
+        waiting = lambda: re.findall(r"imported by (\d+)", hosts.said(0))
+        hosts.start(0)
+        for start in (2, 3):
+            hosts.until(lambda start=start: len(waiting()) == start - 1, 30)
+            hosts.order(0, "raise")
+            again = rf"start {start} with 1 hosts.*\nrank 0 of 1 from [1-9]"
+            hosts.until_said(rf"ZeroDivisionError(.|\n)*{again}", 0)
+            # The process goes on as what it was: the supervisor's child.
+            stat = Path(f"/proc/{waiting()[start - 2]}/stat").read_text()
+            assert stat.split()[3] == str(hosts.processes[0].pid)
+        hosts.until(lambda: len(waiting()) == 3, 30)
+        hosts.processes[0].terminate()
+        assert hosts.statuses(0) == [143]
+        assert not any(Path(f"/proc/{pid}").exists() for pid in waiting())
+
+
+def test_without_a_process_that_waits_another_starts(tmp_path):
+    with Supervised(tmp_path, 2, *ALONE, "--ready", "no_such_module") as hosts:
+        hosts.start(0)
+        told = "waits for the next start ended with status 1: ModuleNotFoundError"
+        hosts.until_said(told, 0, seconds=30)
+        hosts.order(0, "exit")
+        hosts.until_said(r"start 2 with 1 hosts.*\nrank 0 of 1 from [1-9]", 0)
+
+
 @pytest.mark.release
 def test_a_consequence_does_not_hide_the_cause(tmp_path):
     """The others' processes end by themselves before the silence of host 1 is noticed."""
@@ -124,6 +156,8 @@ def test_foreign_datagrams_are_ignored():
         ({"least": 3}, "min_hosts=3 of 2 hosts: give 1 to 2"),
         ({"silence": 0.2}, "silence=0.2 s: give at least 0.5 s"),
         ({"wait": 0}, "wait=0: give a positive number of seconds"),
+        ({"ready": ("json",)}, "ready: the command is 'true', and only Python waits"),
+        ({"ready": ("json",), "command": ["python3", "-u", "-"]}, "give python SCRIPT"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -219,12 +219,12 @@ class _Chain(NamedTuple):
         pairs = zip(self.parts, taken, strict=True)
         gathers = [self._gather(*pair, words, pending) for pair in pairs]
         later = [*gathers, None, None, None]
-        x = send(gathers[0], announce(*later[1:3], x))
+        x = send(gathers[0], announce(later[1], later[2], x))
         x = arrive(gathers[0], x)
         for number, (part, own, mine) in enumerate(zip(self.parts, taken, gathers, strict=True)):
-            coming, *after = later[number + 1 : number + 4]
+            coming, second, third = later[number + 1 : number + 4]
             whole = own if mine is None else mine.result
-            x = send(coming, announce(*after, x))
+            x = send(coming, announce(second, third, x))
             x, pull = jax.vjp(part.function, self.axis.to_varying(whole), x)
             x = arrive(coming, x)
             current.append(whole)

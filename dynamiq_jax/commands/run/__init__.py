@@ -40,6 +40,12 @@ def command(
     restarts: Annotated[
         int, typer.Option(min=0, help="Failures within a minute each, in a row, before giving up.")
     ] = Settings.restarts,
+    ready: Annotated[
+        str,
+        typer.Option(
+            help="Modules, by commas: a process that has imported them waits for the next start."
+        ),
+    ] = "",
     events: Annotated[
         Path | None, typer.Option(help="Append what happens to this file, as lines of JSON.")
     ] = None,
@@ -54,9 +60,10 @@ def command(
     addresses = checked("--hosts", parse_hosts, hosts)
     least = min_hosts or len(addresses) // 2 + 1  # two halves of a cut network never both train
     settings = checked(
-        "--hosts --host-id --min-hosts --silence --wait --patience --stall", Settings,
+        "--hosts --host-id --min-hosts --silence --wait --patience --stall --ready", Settings,
         hosts=addresses, host=host_id, command=command, least=least, silence=silence, wait=wait,
         patience=patience, stall=stall, restarts=restarts, events=events,
+        ready=tuple(filter(None, ready.split(","))),
     )  # fmt: skip
     supervisor = Supervisor(settings)
     for number in (signal.SIGTERM, signal.SIGINT):

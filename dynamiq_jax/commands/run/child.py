@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import json
 import os
 import re
 import signal
@@ -36,6 +37,30 @@ except OSError as error:
 """
 """Runs a command that the kernel kills with its supervisor."""
 
+IMPORTS_AND_WAITS = """
+import importlib, json, os, runpy, sys
+modules, path, kind = sys.argv[1:]
+sys.path[0] = path
+for name in modules.split(","):
+    importlib.import_module(name)
+if not (line := sys.stdin.readline()):
+    sys.exit("the supervisor has ended")
+told = json.loads(line)
+nothing = os.open(os.devnull, os.O_RDONLY)
+os.dup2(nothing, 0)
+os.close(nothing)
+os.environ.update(told["env"])
+sys.argv = told["argv"]
+if kind == "-c":
+    code, sys.argv[0] = sys.argv[0], "-c"
+    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+elif kind == "-m":
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+else:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Imports modules, waits for a line of JSON, then runs a script as Python does."""
+
 RAISED = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Failure)\b.*")
 CONSEQUENCE = re.compile(
     "heartbeat|unhealthy|coordination service|coordination agent|Connection (closed|reset)|"
@@ -55,6 +80,39 @@ class End(NamedTuple):
     """Whether the process probably ended since another one had ended."""
 
 
+class Script(NamedTuple):
+    """A command that runs Python, in parts."""
+
+    python: list[str]
+    """The interpreter and its options."""
+    kind: str
+    """"-m" for a module, "-c" for code, "" for a file."""
+    argv: list[str]
+    """The file, module or code, then its arguments."""
+
+    @classmethod
+    def of(cls, command: list[str]) -> "Script":
+        """The parts of a command.
+
+        Raises:
+          ValueError: the command is not ``PYTHON [OPTIONS] FILE...``, nor with ``-m MODULE`` or
+            ``-c CODE`` in the place of the file.
+        """
+        python, rest = command[:1], command[1:]
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c", "-"):
+            count = 2 if rest[0] in ("-X", "-W") else 1
+            python, rest = python + rest[:count], rest[count:]
+        kind = rest[0] if rest[:1] in (["-m"], ["-c"]) else ""
+        argv = rest[1:] if kind else rest
+        named = Path(python[0]).name.startswith("python") if python else False
+        if not named or not argv or argv[0].startswith("-"):
+            raise ValueError(
+                f"ready: the command is {' '.join(command)!r}, and only Python waits for a start; "
+                "give python SCRIPT... or python -m MODULE..., or leave --ready out"
+            )
+        return cls(python, kind, argv)
+
+
 def oom_kills() -> int:
     """The number of processes that the kernel has killed in this control group for memory."""
     with contextlib.suppress(OSError, ValueError):
@@ -70,11 +128,22 @@ class Child:
       command: the words of the command, without a shell.
       env: variables besides those of this process.
       forward: called with every line of output.
+      ready: with modules, the process imports them and waits for `begin`.
     """
 
     def __init__(
-        self, command: list[str], env: dict[str, str], forward: Callable[[bytes], None]
+        self,
+        command: list[str],
+        env: dict[str, str],
+        forward: Callable[[bytes], None],
+        *,
+        ready: tuple[str, ...] = (),
     ) -> None:
+        if ready:
+            script = Script.of(command)
+            path = "" if script.kind else str(Path(script.argv[0]).resolve().parent)
+            waits = ["-c", IMPORTS_AND_WAITS, ",".join(ready), path, script.kind]
+            command = script.python + waits
         self._forward = forward
         self._lines: collections.deque[str] = collections.deque(maxlen=200)
         self._rest = b""
@@ -84,13 +153,29 @@ class Child:
         shim = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())]
         self._process = subprocess.Popen(
             shim + command, env=os.environ | env | {PROGRESS: str(self.progress)},
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
+            stdin=subprocess.PIPE if ready else subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdout is not None
         self.output = self._process.stdout.fileno()
         """The file descriptor of its output; `pump` reads it."""
         os.set_blocking(self.output, False)
+
+    def begin(self, command: list[str], env: dict[str, str]) -> bool:
+        """Lets a process that waits run the command; returns whether it was still there.
+
+        Args:
+          command: as it was given, with other words behind the script at most.
+          env: variables besides those that the process has.
+        """
+        assert self._process.stdin is not None
+        told = {"argv": Script.of(command).argv, "env": env}
+        try:
+            with self._process.stdin as stdin:
+                stdin.write(json.dumps(told).encode() + b"\n")
+        except BrokenPipeError:
+            return False
+        return self._process.poll() is None
 
     def pump(self) -> None:
         """Forwards what the process has written."""
@@ -156,6 +241,7 @@ class Child:
         self.signal(signal.SIGKILL)
         self._process.wait()
         self.pump()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+        for pipe in filter(None, (self._process.stdin, self._process.stdout)):
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
         self._folder.cleanup()

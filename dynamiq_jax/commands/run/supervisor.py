@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from dynamiq_jax.commands.run.beats import Address, Beat, Phase, connected, decode
-from dynamiq_jax.commands.run.child import TERMINATED, Child
+from dynamiq_jax.commands.run.child import TERMINATED, Child, Script
 
 PERIOD = 0.1
 """Seconds between two beats."""
@@ -54,6 +54,7 @@ class Settings:
     stall: float = 300.0
     restarts: int = 10
     events: Path | None = None
+    ready: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.hosts)
@@ -70,6 +71,8 @@ class Settings:
             )
         if not self.command:
             raise ValueError("command: give the words of the command after --")
+        if self.ready:
+            Script.of(self.command)
 
 
 class Supervisor:
@@ -86,6 +89,9 @@ class Supervisor:
         self.others: dict[int, Beat] = {}
         self.heard: dict[int, float] = {}
         self.child: Child | None = None
+        self.spare: Child | None = None
+        """A process with imported modules that waits for the next start."""
+        self._spares = bool(settings.ready)
         self.status: int | None = None
         self._began = self._since = self._moved = clock()
         self._group: tuple[int, ...] = ()
@@ -113,8 +119,8 @@ class Supervisor:
                     self.send()
                 self._farewell()
             finally:
-                if self.child:
-                    self.child.close()
+                for child in filter(None, (self.child, self.spare)):
+                    child.close()
         return self.status
 
     def receive(self) -> None:
@@ -234,7 +240,7 @@ class Supervisor:
             "NUM_HOSTS": values["processes"],
             "HOST_ID": values["process_id"],
         }
-        self.child = Child([_filled(word, values) for word in self.settings.command], env, _forward)
+        self.child = self._begun([_filled(word, values) for word in self.settings.command], env)
         self.beat = Beat(
             host=self.beat.host, phase=Phase.RUNNING, generation=generation, members=members
         )
@@ -246,10 +252,32 @@ class Supervisor:
         self.say(f"start {generation} with {len(members)} hosts{without}")
         self.event("start", members=members)
 
+    def _begun(self, command: list[str], env: dict[str, str]) -> Child:
+        """A process that runs the command: the one that waits, or a new one."""
+        spare, self.spare = self.spare, None
+        if spare and spare.begin(command, env):
+            return spare
+        if spare:
+            spare.close()
+        return Child(command, env, _forward)
+
+    def _watch_spare(self) -> None:
+        """Lets a process get ready, once steps run; says so if it ends."""
+        if self.spare and (end := self.spare.ended()):
+            self.spare.close()
+            self.spare, self._spares = None, False
+            self.say(f"the process that waits for the next start {end.text}; starts take longer")
+        elif self.spare:
+            self.spare.pump()
+        elif self._spares and self._stage.isdecimal():
+            command = list(self.settings.command)
+            self.spare = Child(command, {}, _forward, ready=self.settings.ready)
+
     def _watch(self) -> None:
         """While the process runs: ends it when the generation has failed or a host has come."""
         assert self.child
         self._read_progress()
+        self._watch_spare()
         if end := self.child.ended():
             return self._child_ended(end)
         if cause := self._cause():
