@@ -107,11 +107,9 @@ class Watched:
         return sorted(map(json.loads, lines), key=lambda event: event["time"])
 
     def training(self, i: int) -> int | None:
-        """The process that the supervisor of a host has started."""
-        pid = self.processes[i].pid
-        with contextlib.suppress(OSError, ValueError):
-            return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
-        return None
+        """The process that trains on a host, by the newest start that its supervisor tells of."""
+        pids = [e["pid"] for e in self.events() if e["host"] == i and e["event"] == "start"]
+        return pids[-1] if pids else None
 
     def fault(self, name: str, i: int, away: float) -> None:
         """Makes a fault happen to a host."""
@@ -122,7 +120,8 @@ class Watched:
             time.sleep(away)
             self.start(i)
         elif pid:
-            os.kill(pid, signal.SIGKILL if name == "process killed" else signal.SIGSTOP)
+            with contextlib.suppress(ProcessLookupError):  # it has ended, and the next one comes
+                os.kill(pid, signal.SIGKILL if name == "process killed" else signal.SIGSTOP)
 
 
 FAULTS = "process killed", "host killed", "process stopped"

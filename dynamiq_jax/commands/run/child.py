@@ -161,6 +161,11 @@ class Child:
         """The file descriptor of its output; `pump` reads it."""
         os.set_blocking(self.output, False)
 
+    @property
+    def pid(self) -> int:
+        """The number of the process."""
+        return self._process.pid
+
     def begin(self, command: list[str], env: dict[str, str]) -> bool:
         """Lets a process that waits run the command; returns whether it was still there.
 

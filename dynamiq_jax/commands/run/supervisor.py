@@ -250,7 +250,7 @@ class Supervisor:
         missing = set(range(len(self.settings.hosts))) - set(members)
         without = f", without {self.names(missing)}" if missing else ""
         self.say(f"start {generation} with {len(members)} hosts{without}")
-        self.event("start", members=members)
+        self.event("start", members=members, pid=self.child.pid)
 
     def _begun(self, command: list[str], env: dict[str, str]) -> Child:
         """A process that runs the command: the one that waits, or a new one."""
