@@ -77,6 +77,14 @@ def _groups(line: str) -> list[list[int]]:
         return [
             list(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", listed[1])
         ]
+    # From JAX 0.12 a mesh of named sizes, in the order of devices, and the axes of a group.
+    if named := re.search(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(.*?)'=(\d+)", named[1])}
+        inside = [list(sizes).index(name) for name in re.findall(r"'(.*?)'", named[2])]
+        devices = np.arange(math.prod(sizes.values())).reshape([*sizes.values()])
+        last = range(devices.ndim - len(inside), devices.ndim)
+        size = math.prod(devices.shape[axis] for axis in inside)
+        return np.moveaxis(devices, inside, [*last]).reshape(-1, size).tolist()
     # A compact form: [groups,size]<=[shape]T(order), the devices of a shape in an order of axes.
     compact = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
     if compact is None:
