@@ -29,7 +29,7 @@ from dynamiq_jax.collectives.explicit_sums import (
 from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
-from dynamiq_jax.core.constraints import constraints_without
+from dynamiq_jax.core.constraints import REMEDY, gathered_over
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.auto_axes import Told, closed_over
@@ -191,7 +191,7 @@ class Deferred(NamedTuple):
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         try:
-            with constraints_without(()):
+            with gathered_over(self.axis.names):
                 with traced_for(MARKS):
                     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
                 shapes = jax.tree.structure(shapes)
@@ -321,7 +321,7 @@ class Deferred(NamedTuple):
     def _explained(self, params: Any, data: Any, chosen: Collection[int]) -> Iterator[None]:
         """The context of a loss; adds to JAX's errors what it was given, and how to avoid that."""
         try:
-            with constraints_without(self.axis.names):
+            with gathered_over(self.axis.names):
                 yield
         except refusals() as error:
             self._check_split(data, error)
@@ -411,8 +411,7 @@ class Deferred(NamedTuple):
 
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
-        with constraints_without(()):
-            return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+        return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
 def _scalar(value: Any) -> Array:
