@@ -104,15 +104,19 @@ class Deferred(NamedTuple):
         explained = functools.partial(self._explained, params, data)
         joined = functools.partial(self._joined, params, placed, key=key, state=state)
 
-        def by_use(error: Exception) -> tuple[Any, Any]:
-            """The results where JAX has refused a use of typed parameters."""
-            self._check_split(data, error)
+        def used() -> tuple[Any, Any] | None:
+            """The results use by use; `None` where JAX does not take plain parameters either."""
             twins = [*held(chosen)], [*held(())]
             with gathered_before(bool(gathered)):
                 found = self._by_use(loss, params, data, twins, chosen, large) if large else None
-            if found is None:
+            return None if found is None else (found.value, joined(found.terms, found.sums))
+
+        def by_use(error: Exception) -> tuple[Any, Any]:
+            """The results where JAX has refused a use of typed parameters."""
+            self._check_split(data, error)
+            if (results := used()) is None:
                 raise error
-            return found.value, joined(found.terms, found.sums)
+            return results
 
         try:
             with explained(chosen), gathered_before(bool(gathered)):
@@ -134,13 +138,18 @@ class Deferred(NamedTuple):
                 "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
                 "or jax.reshard them in the loss before the map, which then takes whole ones"
             )
+        native = found(self._untyped)
+        if native - found(functools.partial(self._untyped, split=True)):
+            # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
+            if (results := used()) is not None:
+                return results
         if own:
             split = {*several(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
             if alone := (own & large) - found(gathers) - mapped:
                 self._warn_of_shards(params, alone, 4)
-        if native := found(self._untyped):
+        if native:
             warnings.warn(
                 f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
                 f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
@@ -360,13 +369,19 @@ class Deferred(NamedTuple):
 
         return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
-    def _untyped(self, equation: JaxprEqn) -> list[Any]:
-        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes."""
+    def _untyped(self, equation: JaxprEqn, split: bool = False) -> list[Any]:
+        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes.
+
+        With ``split`` it is one that the reshard also splits over these.
+        """
         if name_of(equation) != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
         lost = before.spec.reduced - after.spec.reduced
-        return equation.invars if lost & {*after.mesh.explicit_axes} & {*self.axis.names} else []
+        lost &= {*after.mesh.explicit_axes} & {*self.axis.names}
+        if split:
+            lost &= axes_of(P(*after.spec.partitions))
+        return equation.invars if lost else []
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.

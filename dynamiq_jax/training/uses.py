@@ -204,6 +204,9 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
     try:
         if name in _RUNNERS:
             return _RUNNERS[name](equation, operands, uses)
+        twins = [x.plain() if x.typed is None else x.typed for x in operands]
+        if not any(jax.typeof(x).sharding.spec.reduced for x in twins):
+            return evaluate(equation, *twins)  # on Auto axes, where the compiler has every rule
         if name in RULES:
             return _by_rule(equation, operands)
     except refusals():
@@ -297,6 +300,8 @@ def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
     assert operand.typed is not None
     target = equation.params["dst_sharding"]
     reduced = jax.typeof(operand.typed).sharding.spec.reduced
+    if reduced.isdisjoint(target.mesh.explicit_axes):  # Auto axes have no such types
+        return list(evaluate(equation, operand.typed))
     if axes_of(P(*target.spec.partitions)) & reduced:
         return [None]
     kept = P(*target.spec.partitions, reduced=reduced)
