@@ -309,21 +309,6 @@ def refusals() -> tuple[type[Exception], ...]:
     raise RuntimeError(_unknown("sums of arrays on Explicit axes that are split differently"))
 
 
-@functools.cache
-def reshard_primitive() -> Primitive:
-    """The primitive of `jax.reshard`, which has no public name."""
-
-    def trace() -> Any:
-        with jax.sharding.use_abstract_mesh(_EXPLICIT):
-            whole = lambda x: jax.reshard(x, P())
-            return jax.make_jaxpr(whole)(_typed(P("worker")))
-
-    (equation,) = with_constants(_aside(trace))[0].eqns
-    if name_of(equation) != "reshard":
-        raise RuntimeError(_unknown(f"jax.reshard, which is traced as {name_of(equation)}"))
-    return equation.primitive
-
-
 def _knows_vjp() -> bool:
     """Whether `linear_program` of a map is an equation whose name `name_of` knows."""
     found = []

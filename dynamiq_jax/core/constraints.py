@@ -163,7 +163,8 @@ def record(
     for name in manual:  # gives the names to collectives in the function
         trace = jax.vmap(trace, axis_name=name, axis_size=mesh.shape[name])
     numbers = jax.ShapeDtypeStruct(tuple(mesh.shape[name] for name in manual[::-1]), "int32")
-    with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    with jax.sharding.use_abstract_mesh(abstract):
         jax.eval_shape(trace, numbers)
     (closed, shapes), *_ = found
     return Recorded(closed, jax.tree.structure(shapes), axis)
@@ -203,7 +204,11 @@ def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
     if name == "shard_map":
         inner = functools.partial(_replay, params["jaxpr"], axis)
         options = {key: params[key] for key in ("in_specs", "out_specs", "check_vma")}
-        names = {*params["newly_manual_axes"]} if "newly_manual_axes" in params else {*params["manual_axes"]}
+        names = (
+            {*params["newly_manual_axes"]}
+            if "newly_manual_axes" in params
+            else {*params["manual_axes"]}
+        )
         mapped = jax.shard_map(lambda *xs: tuple(inner(xs)), axis_names=names, **options)
         return mapped(*operands)
     return evaluate_here(equation, operands, functools.partial(_inside, axis))
@@ -211,7 +216,7 @@ def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
 
 def _inside(axis: Axis, program: Any) -> Any:
     """A program within an equation, as it runs under the map."""
-    kinds = [variable.aval for variable in with_constants(program)[0].invars]
+    kinds: list[Any] = [variable.aval for variable in with_constants(program)[0].invars]
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in kinds]
     # JAX takes a type as varying where it also names the mesh.
     whole = NamedSharding(get_abstract_mesh(), P())

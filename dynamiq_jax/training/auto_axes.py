@@ -165,19 +165,20 @@ class Mapped:
         of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
 
-        def mapped(recorded: Recorded | None) -> Any:
+        def mapped(recorded: Recorded | None) -> Callable[..., Any]:
             return jax.shard_map(
                 functools.partial(self._of_worker, total, told, folded, recorded),
                 mesh=self.mesh,
                 axis_names=self.manual,
                 in_specs=(P(), P(), of_workers, list(split)),
                 out_specs=(P(), (P(), of_workers), of_found),
-            )(params, key, state, arrays)
+            )
 
         try:
-            value, aux, found = mapped(None)
+            value, aux, found = mapped(None)(params, key, state, arrays)
         except _RefusedError as refused:
-            value, aux, found = mapped(self._recorded(told, refused))
+            recorded = self._recorded(told, refused)
+            value, aux, found = mapped(recorded)(params, key, state, arrays)
         if others:
             leading = () if self.reduces else (axis.name,)
             specs = [P(*leading, *spec) for spec in placed]

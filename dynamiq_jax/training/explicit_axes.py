@@ -104,17 +104,21 @@ class Deferred(NamedTuple):
         explained = functools.partial(self._explained, params, data)
         joined = functools.partial(self._joined, params, placed, key=key, state=state)
 
-        def used() -> tuple[Any, Any] | None:
+        def used(as_typed: bool) -> tuple[Any, Any] | None:
             """The results use by use; `None` where JAX does not take plain parameters either."""
             twins = [*held(chosen)], [*held(())]
             with gathered_before(bool(gathered)):
-                found = self._by_use(loss, params, data, twins, chosen, large) if large else None
+                found = (
+                    self._by_use(loss, params, data, twins, chosen, large, as_typed)
+                    if large
+                    else None
+                )
             return None if found is None else (found.value, joined(found.terms, found.sums))
 
         def by_use(error: Exception) -> tuple[Any, Any]:
             """The results where JAX has refused a use of typed parameters."""
             self._check_split(data, error)
-            if (results := used()) is None:
+            if not large or (results := used(False)) is None:
                 raise error
             return results
 
@@ -141,8 +145,9 @@ class Deferred(NamedTuple):
         native = found(self._untyped)
         if native - found(functools.partial(self._untyped, split=True)):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
-            if (results := used()) is not None:
-                return results
+            for as_typed in (True, False):
+                if (results := used(as_typed)) is not None:
+                    return results
         if own:
             split = {*several(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
@@ -179,10 +184,12 @@ class Deferred(NamedTuple):
         twins: tuple[list[Array], list[Array]],
         chosen: set[int],
         large: set[int],
+        as_typed: bool,
     ) -> "_ByUse | None":
         """Differentiates a loss that uses parameters in ways for which JAX has no rule; see `uses`.
 
-        Twins are typed and plain leaves. `None` if JAX does not take plain parameters either.
+        Twins are typed and plain leaves. The loss is traced with the former if JAX takes them
+        (``as_typed``). `None` if JAX does not take plain parameters either.
         """
         told, arrays = Told.of(data)
         treedef, (typed, plain) = jax.tree.structure(params), twins
@@ -201,11 +208,12 @@ class Deferred(NamedTuple):
 
         try:
             with gathered_over(self.axis.names):
+                own = [typed[i] if as_typed and i in chosen else x for i, x in enumerate(plain)]
                 with traced_for(MARKS):
-                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
+                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(own, arrays)
                 shapes = jax.tree.structure(shapes)
-                own = {i: typed[i] for i in sorted(chosen)}
-                value, back, aux = jax.vjp(run, own, plain, has_aux=True)
+                deferred = {i: typed[i] for i in sorted(chosen)}
+                value, back, aux = jax.vjp(run, deferred, plain, has_aux=True)
                 with traced_for(BACKWARD):
                     terms, sums = back(self._seed(value.dtype))
         except refusals():
@@ -343,7 +351,9 @@ class Deferred(NamedTuple):
                 "as table.at[ids].get(out_sharding=...). Exclude other leaves by "
                 "Compression(exclude=...), and JAX sums their gradients; or take a mesh of Auto "
                 "axes. Of parameters that are sharded over the axis the loss got whole ones; "
-                "with gather=False it gets shards"
+                "with gather=False it gets shards. A sharding constraint on Explicit axes is an "
+                f"assertion, which whole parameters fail: {REMEDY}, and unbox the parameters "
+                "of Flax' Linen"
             )
             raise
 

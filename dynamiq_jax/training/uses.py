@@ -207,11 +207,21 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
         twins = [x.plain() if x.typed is None else x.typed for x in operands]
         if not any(jax.typeof(x).sharding.spec.reduced for x in twins):
             return evaluate(equation, *twins)  # on Auto axes, where the compiler has every rule
+        if _same_types(equation, twins):
+            return evaluate(equation, *twins)  # JAX has taken these very types
         if name in RULES:
             return _by_rule(equation, operands)
     except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None
+
+
+def _same_types(equation: JaxprEqn, operands: list[Any]) -> bool:
+    """Whether a map was traced with operands of these types."""
+    before: list[Any] = [variable.aval for variable in equation.invars]
+    reduced = lambda x: x.sharding.spec.reduced
+    same = all(reduced(x) == reduced(jax.typeof(y)) for x, y in zip(before, operands, strict=True))
+    return name_of(equation) == "shard_map" and same
 
 
 def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
