@@ -528,6 +528,53 @@ def test_constraints_beside_collectives(op):
     assert_close((aux["mean"], aux["w"]), (plain(loss)[0], 2 * params["up"]))
 
 
+def test_constraints_beside_weights_keys_and_maps():
+    """What a loss without constraints may do: weights, a map over other axes, no closures."""
+    params, batch = arrays()
+    mesh = mesh_of(4, 2)
+
+    def with_map(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data", "model"))
+        product = lambda a, b: lax.psum(a @ b, "model")
+        into = {"in_specs": (P(None, "model"), P("model")), "out_specs": P()}
+        up = jax.shard_map(product, axis_names={"model"}, **into)(x, params["up"])
+        own = jnp.mean(jnp.square(jnp.tanh(up) @ params["down"] - x), axis=-1) * batch["mask"]
+        return jnp.sum(own) / jnp.maximum(count(params, batch), 1)
+
+    f = ours(with_map, mesh, specs=P(), weight=count)
+    assert_close(jax.jit(f)(params, batch), plain(masked))
+
+    @jax.jit
+    def closing(params, batch):
+        return ours(lambda p, b: with_map(p, batch), mesh, specs=P())(params, batch)
+
+    with pytest.raises(ValueError, match=r"closes over 2 arrays"):
+        closing(params, batch)
+
+    def noisy(params, batch, key):
+        x = lax.with_sharding_constraint(batch["x"], P("data"))
+        return loss(params, {"x": x}) * jax.random.uniform(key)
+
+    args = params, batch, jax.random.key(3)
+    by_ours = lambda p, b, k: loss(p, b) * jax.random.uniform(k)
+    found, expected = (jax.jit(ours(own, mesh, specs=P()))(*args) for own in (noisy, by_ours))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_loss_without_examples_is_warned_of(constrained):
+    params, batch = arrays()
+    closed = np.asarray(batch["x"])
+
+    def own(params, batch):
+        x = lax.with_sharding_constraint(closed, P("data")) if constrained else closed
+        return loss(params, {"x": x})
+
+    f = ours(own, batch_specs=P())
+    with pytest.warns(UserWarning, match="compute the same loss"):
+        jax.eval_shape(f, params, batch)
+
+
 def test_what_does_not_go_is_refused():
     """`test_deferred` has what is refused on meshes of both kinds."""
     args, keys = arrays(), jax.random.split(jax.random.key(0), 32)
