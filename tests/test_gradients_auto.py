@@ -438,6 +438,7 @@ def test_nothing_of_jax_is_replaced_while_a_loss_is_traced(kind):
         shared = seen.keys() & before.keys()
         assert len(shared) > 10_000
         assert not [place for place in shared if seen[place] != before[place]]
+        assert not [place for place in seen.keys() ^ before.keys() if len(place) == 3]
 
 
 @pytest.mark.parametrize("way", ["name", "partial", "closure", "ours"])
@@ -461,8 +462,9 @@ def test_constraints_by_any_name(way, monkeypatch):
         traced.append(get_abstract_mesh().manual_axes)
         return loss(p, {"x": constrain(b["x"])})
 
-    found = jax.jit(ours(constrained, mesh=mesh, specs=P()))(params, batch)
-    assert_close(found, plain(loss))
+    f = jax.jit(ours(constrained, mesh=mesh, specs=P()))
+    assert_close(f(params, batch), plain(loss))
+    assert "spec=P(None, 'model')" in str(jax.make_jaxpr(f)(params, batch))
     assert traced == [("data",)] if way == "ours" else len(traced) == 2
 
 
@@ -559,6 +561,22 @@ def test_constraints_beside_weights_keys_and_maps():
     by_ours = lambda p, b, k: loss(p, b) * jax.random.uniform(k)
     found, expected = (jax.jit(ours(own, mesh, specs=P()))(*args) for own in (noisy, by_ours))
     assert_close(found, expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_workers_number_beside_constraints_is_its_own(nested):
+    params, batch = arrays()
+
+    def own(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data"))
+        number = lambda: lax.axis_index("data")
+        found = lax.cond(params["up"][0, 0] > 9, lambda: 9, number) if nested else number()
+        return loss(params, {"x": x}), {"number": found, "same": 2 * params["up"]}
+
+    f = ours(own, mesh_of(4, 2), specs=P(), has_aux=True, aux="same")
+    with pytest.warns(UserWarning, match=r"aux='same' of leaves .{,2}\['number'\].{,2}:") as seen:
+        jax.eval_shape(f, params, batch)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("constrained", [False, True])
