@@ -196,8 +196,8 @@ def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
         return [_constrain(operands[0], _spec_of(params), get_abstract_mesh().manual_axes)]
     if name == "psum":  # where nothing is manual this is another primitive than under the map
         groups = params["axis_index_groups"]
-        operand = Axis(params["axes"]).to_varying(operands[0])
-        return [jax.lax.psum(operand, params["axes"], axis_index_groups=groups)]
+        operands = Axis(params["axes"]).to_varying(operands)
+        return jax.lax.psum(operands, params["axes"], axis_index_groups=groups)
     programs = inner_jaxprs(equation)
     if name in _INLINED and programs:
         return _replay(programs[0], axis, operands)
