@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
 from dynamiq_jax.collectives.all_to_all import all_to_all
 from dynamiq_jax.collectives.halves import all_gather, psum_scatter
+from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.request.compression import Compression, explain
@@ -44,6 +45,7 @@ __all__ = [
     "reduce_in_backward",
     "sequential",
     "value_and_grad",
+    "with_sharding_constraint",
 ]
 
 __version__ = "0.3.0"

@@ -237,9 +237,9 @@ def rows(params, x):
     return two(own, read)
 
 
-def asserted(params, x):
-    """Flax' Linen says so of a boxed parameter how it is sharded, where the loss takes it."""
-    return two(params | {"in": lax.with_sharding_constraint(params["in"], P("data", None))}, x)
+def asserted(params, x, constrain=dq.with_sharding_constraint):
+    """A loss that says of a parameter how it is sharded where it is placed."""
+    return two(params | {"in": constrain(params["in"], P("data", None))}, x)
 
 
 def mapped(params, x):
@@ -315,6 +315,16 @@ def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
     assert (max(native) >= WIDTH * WIDTH) == bool(said)
     assert len(seen) == bool(said)
     assert all(re.search(said, str(one.message)) for one in seen)
+
+
+def test_an_assertion_that_a_gathered_parameter_fails_is_refused():
+    mesh = mesh_of()
+    params = put(dict.fromkeys(("in", "out"), jnp.ones((WIDTH, WIDTH))), mesh, P("data", None))
+    loss = functools.partial(asserted, constrain=lax.with_sharding_constraint)
+    f = dq.value_and_grad(loss, axis_name="data", method=CHEAP)
+    with pytest.raises(ValueError) as raised, jax.set_mesh(mesh):
+        jax.eval_shape(f, params, put(jnp.ones((32, WIDTH)), mesh, P("data")))
+    assert "call dq.with_sharding_constraint in the place" in "".join(raised.value.__notes__)
 
 
 @pytest.mark.parametrize(("each", "told"), daily([(1, False), (2, True)], [(2, True)]))

@@ -3,7 +3,6 @@
 import functools
 import math
 import sys
-import threading
 import types
 
 import jax
@@ -15,13 +14,13 @@ from cases import CHEAP, EXACT, low
 from flax import linen
 from hlo import moves_of
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.extend.core import Primitive
+from jax.sharding import NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums
-from dynamiq_jax.core.constraints import constraints_without
 from dynamiq_jax.methods.metrics import vnmse
 
 OPTIONS = {"axis_name": "data", "method": EXACT}
@@ -396,45 +395,202 @@ def test_constraints_of_the_loss_forget_the_data_axes(sizes):
         assert leaf.sharding.is_equivalent_to(params["params"][name].sharding, 2)
 
 
-def test_constraints_are_jax_own_in_other_threads_and_afterwards():
-    of_jax = lax.with_sharding_constraint
-    mesh, seen = mesh_of(8), []
+def attributes():
+    """Every attribute of JAX's modules and of their primitives, by its place."""
+    modules = {n: m for n, m in sys.modules.items() if n.partition(".")[0] == "jax"}
+    found = {}
+    for name, module in modules.items():
+        for key, x in list(vars(module).items()):
+            found[name, key] = id(x)
+            if isinstance(x, Primitive):
+                found.update(((name, key, own), id(y)) for own, y in vars(x).items())
+    return found
 
-    def elsewhere():
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_nothing_of_jax_is_replaced_while_a_loss_is_traced(kind):
+    params, batch = arrays()
+    mesh = mesh_of(8) if kind == "auto" else jax.make_mesh((8,), ("data",))
+    inside = []
+
+    def constrained(params, batch):
+        inside.append(attributes())
+        if kind == "auto":
+            x = lax.with_sharding_constraint(batch["x"], P("data", None))
+            return loss(params, batch | {"x": x})
+        up, down = (jax.reshard(params[name], P()) for name in ("up", "down"))
+        own = jnp.einsum("bi,io->bo", jnp.tanh(batch["x"] @ up), down, out_sharding=P("data"))
+        return jnp.mean(jnp.square(own))
+
+    def step():
         with jax.set_mesh(mesh):
-            y = jax.jit(lambda x: lax.with_sharding_constraint(x, P("data")))(jnp.ones(8))
-        seen.append(y.sharding.spec)
+            put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
+            f = dq.value_and_grad(constrained, axis_name="data", mesh=mesh, method=CHEAP)
+            return jax.jit(f)(put(params, P()), put(batch, P("data")))
 
-    with constraints_without({"data"}):
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join()
-    assert seen == [P("data")]
-    with constraints_without(()):
-        elsewhere()
-    assert seen == [P("data")] * 2
-    with pytest.raises(KeyError), constraints_without({"data"}):
-        raise KeyError("in the loss")
-    assert lax.with_sharding_constraint is of_jax
+    step()  # imports what JAX imports when it is first wanted
+    jax.clear_caches()
+    inside.clear()
+    before = attributes()
+    step()
+    assert inside
+    for seen in (*inside, attributes()):
+        shared = seen.keys() & before.keys()
+        assert len(shared) > 10_000
+        assert not [place for place in shared if seen[place] != before[place]]
+        assert not [place for place in seen.keys() ^ before.keys() if len(place) == 3]
 
 
-def test_constraints_by_other_names(monkeypatch):
-    """A module's own name of JAX's function forgets axes, too; a name elsewhere is told of."""
+@pytest.mark.parametrize("way", ["name", "partial", "closure", "ours"])
+def test_constraints_by_any_name(way, monkeypatch):
+    """A module's own name of JAX's function, a partial and a closure forget axes alike."""
     params, batch = arrays()
     mesh, of_jax = mesh_of(4, 2), lax.with_sharding_constraint
+    spec = NamedSharding(mesh, P("data", "model"))
     module = types.ModuleType("layers")
     monkeypatch.setitem(sys.modules, "layers", module)
     vars(module)["constrain"] = of_jax
-    spec = NamedSharding(mesh, P("data", "model"))
-    f = functools.partial(ours, mesh=mesh, specs=P())
-    constrained = lambda p, b: loss(p, {"x": module.constrain(b["x"], spec)})
-    assert_close(jax.jit(f(constrained))(params, batch), plain(loss))
-    assert module.constrain is of_jax
-    for other in (spec, P("data")):
-        hidden = lambda p, b, other=other: loss(p, {"x": of_jax(b["x"], other)})
-        with pytest.raises(ValueError, match="data") as caught, jax.set_mesh(mesh):
-            jax.jit(f(hidden))(params, batch)
-        assert "under a map over ['data']. Its constraints" in "".join(caught.value.__notes__)
+    constrain = {
+        "name": lambda x: module.constrain(x, spec),
+        "partial": functools.partial(of_jax, shardings=spec),
+        "closure": lambda x: of_jax(x, P(("data",), "model")),
+        "ours": lambda x: dq.with_sharding_constraint({"x": x}, {"x": spec})["x"],
+    }[way]
+    traced = []
+
+    def constrained(p, b):
+        traced.append(get_abstract_mesh().manual_axes)
+        return loss(p, {"x": constrain(b["x"])})
+
+    f = jax.jit(ours(constrained, mesh=mesh, specs=P()))
+    assert_close(f(params, batch), plain(loss))
+    assert "spec=P(None, 'model')" in str(jax.make_jaxpr(f)(params, batch))
+    assert traced == [("data",)] if way == "ours" else len(traced) == 2
+
+
+def constrained_everywhere(params, x):
+    """Constraints in a loop, in checkpoints, in branches, and in rules of derivatives."""
+    both = P("data", "model")
+
+    @jax.custom_vjp
+    def twice(x):
+        return 2 * lax.with_sharding_constraint(x, both)
+
+    def backward(_, gradient):  # a rule that is not the derivative: 3 and not 2
+        return (3 * lax.with_sharding_constraint(gradient, P("data")),)
+
+    twice.defvjp(lambda x: (twice(x), None), backward)
+
+    @jax.checkpoint
+    def layer(x, w):
+        x = jax.nn.silu(x @ w) + jnp.zeros((1, 16))
+        own = lambda f: lambda x: lax.with_sharding_constraint(f(x), both)
+        x = lax.cond(x[0, 0] > 0, own(jnp.sin), own(jnp.tanh), x)
+        return twice(x), jnp.sum(x)
+
+    x, sums = lax.scan(layer, x, params["layers"])
+    rounds = lambda c: (c[0] + 1, lax.with_sharding_constraint(c[1], both) * 0.5)
+    _, scale = lax.while_loop(lambda c: c[0] < 2, rounds, (0, lax.stop_gradient(x)))
+    y = jax.jit(lambda x: lax.with_sharding_constraint(jax.nn.relu(x), both))(x)
+    return jnp.mean(jnp.square(y) * (1 + jnp.abs(scale))) + 1e-3 * jnp.mean(sums)
+
+
+def test_constraints_in_loops_branches_checkpoints_and_rules():
+    mesh, x = mesh_of(4, 2), jax.random.normal(jax.random.key(1), (8, 16))
+    params = {"layers": jax.random.normal(jax.random.key(0), (2, 16, 16)) / 8}
+
+    def by_worker(params, x):
+        """Plain JAX, where each worker's branches are its own."""
+        with jax.set_mesh(mesh):
+            one = jax.value_and_grad(constrained_everywhere)
+            found = [jax.jit(one)(params, rows) for rows in jnp.split(x, 4)]
+        return jax.tree.map(lambda *own: sum(own) / 4, *found)
+
+    f = dq.value_and_grad(
+        constrained_everywhere, axis_name="data", mesh=mesh, specs=P(), method=EXACT
+    )
+    found, expected = jax.jit(f)(params, x), by_worker(params, x)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("op", ["mean", "sum"])
+def test_constraints_beside_collectives(op):
+    """A loss that is the same on all workers, and aux that is, have their types."""
+    params, batch = arrays()
+    mesh = mesh_of(4, 2)
+
+    def both(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data", "model"))
+        own = loss(params, batch | {"x": x})
+        return lax.pmean(own, "data"), {"mean": lax.pmean(own, "data"), "w": params["up"] * 2}
+
+    options = {"has_aux": True, "op": op, "aux": "same"}
+    (value, aux), grads = jax.jit(ours(both, mesh, specs=P(), **options))(params, batch)
+    assert_close((value, grads), plain(loss))
+    assert_close((aux["mean"], aux["w"]), (plain(loss)[0], 2 * params["up"]))
+
+
+def test_constraints_beside_weights_keys_and_maps():
+    """What a loss without constraints may do: weights, a map over other axes, no closures."""
+    params, batch = arrays()
+    mesh = mesh_of(4, 2)
+
+    def with_map(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data", "model"))
+        product = lambda a, b: lax.psum(a @ b, "model")
+        into = {"in_specs": (P(None, "model"), P("model")), "out_specs": P()}
+        up = jax.shard_map(product, axis_names={"model"}, **into)(x, params["up"])
+        own = jnp.mean(jnp.square(jnp.tanh(up) @ params["down"] - x), axis=-1) * batch["mask"]
+        return jnp.sum(own) / jnp.maximum(count(params, batch), 1)
+
+    f = ours(with_map, mesh, specs=P(), weight=count)
+    assert_close(jax.jit(f)(params, batch), plain(masked))
+
+    @jax.jit
+    def closing(params, batch):
+        return ours(lambda p, b: with_map(p, batch), mesh, specs=P())(params, batch)
+
+    with pytest.raises(ValueError, match=r"closes over 2 arrays"):
+        closing(params, batch)
+
+    def noisy(params, batch, key):
+        x = lax.with_sharding_constraint(batch["x"], P("data"))
+        return loss(params, {"x": x}) * jax.random.uniform(key)
+
+    args = params, batch, jax.random.key(3)
+    by_ours = lambda p, b, k: loss(p, b) * jax.random.uniform(k)
+    found, expected = (jax.jit(ours(own, mesh, specs=P()))(*args) for own in (noisy, by_ours))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_workers_number_beside_constraints_is_its_own(nested):
+    params, batch = arrays()
+
+    def own(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data"))
+        number = lambda: lax.axis_index("data")
+        found = lax.cond(params["up"][0, 0] > 9, lambda: 9, number) if nested else number()
+        return loss(params, {"x": x}), {"number": found, "same": 2 * params["up"]}
+
+    f = ours(own, mesh_of(4, 2), specs=P(), has_aux=True, aux="same")
+    with pytest.warns(UserWarning, match=r"aux='same' of leaves .{,2}\['number'\].{,2}:") as seen:
+        jax.eval_shape(f, params, batch)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_a_loss_without_examples_is_warned_of(constrained):
+    params, batch = arrays()
+    closed = np.asarray(batch["x"])
+
+    def own(params, batch):
+        x = lax.with_sharding_constraint(closed, P("data")) if constrained else closed
+        return loss(params, {"x": x})
+
+    f = ours(own, batch_specs=P())
+    with pytest.warns(UserWarning, match="compute the same loss"):
+        jax.eval_shape(f, params, batch)
 
 
 def test_what_does_not_go_is_refused():

@@ -30,7 +30,8 @@ START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
     "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm", "explicit",
-    "meshes", "several hosts", "scan", "fsdp", "fsdp state", "sequential", "scattered", "deferred",
+    "meshes", "constraints", "several hosts", "scan",
+    "fsdp", "fsdp state", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "metrics",
 ]  # fmt: skip
 
@@ -278,6 +279,8 @@ PRINTED = [
     (["linen", "linen norm"], r"\nstatistics of all workers: loss 0\.[0-4]\d*\n", of_statistics),
     (["explicit"], r"loss [01]\.\d+\n", None),
     (["meshes"], "", of_meshes),
+    (["meshes", "constraints"], "", lambda found: (
+        "constrained" in found and close(jax.device_get(found["grads"]), exact(found)))),
     (["several hosts"], "compressed, bucket 0", lambda found: close(
         found["grads"], jax.grad(found["loss_fn"])(found["params"], found["batches"][0]))),
     (["scan"], r"loss 0\.", of_layers),

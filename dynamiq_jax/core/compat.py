@@ -18,6 +18,8 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental.compute_on import compute_on
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
@@ -307,21 +309,6 @@ def refusals() -> tuple[type[Exception], ...]:
     raise RuntimeError(_unknown("sums of arrays on Explicit axes that are split differently"))
 
 
-@functools.cache
-def reshard_primitive() -> Primitive:
-    """The primitive of `jax.reshard`, which has no public name."""
-
-    def trace() -> Any:
-        with jax.sharding.use_abstract_mesh(_EXPLICIT):
-            whole = lambda x: jax.reshard(x, P())
-            return jax.make_jaxpr(whole)(_typed(P("worker")))
-
-    (equation,) = with_constants(_aside(trace))[0].eqns
-    if name_of(equation) != "reshard":
-        raise RuntimeError(_unknown(f"jax.reshard, which is traced as {name_of(equation)}"))
-    return equation.primitive
-
-
 def _knows_vjp() -> bool:
     """Whether `linear_program` of a map is an equation whose name `name_of` knows."""
     found = []
@@ -371,3 +358,52 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
         effects=equation.effects,
     )
     return jax.core.eval_jaxpr(alone, (), *given.values())
+
+
+def constant_of(literal: Literal) -> Array:
+    """The value of a constant in a program."""
+    return jnp.asarray(literal.val, literal.aval.dtype)  # type: ignore[attr-defined]
+
+
+def evaluate_here(
+    equation: JaxprEqn, args: Sequence[Any], inside: Callable[[Any], Any]
+) -> Sequence[Any]:
+    """The results of an equation that was traced under other axis types, or under another map.
+
+    Args:
+      equation: one whose programs, as those of loops, are replaced by ``inside`` of them.
+      args: its operands, also in the place of constants in it.
+      inside: takes a program and returns one for operands as they are here. It has no constants
+        where the first has no place for them.
+    """
+    kinds = Jaxpr, ClosedJaxpr
+
+    def replaced(x: Any) -> Any:
+        if isinstance(x, NamedSharding):  # the type of a result, which names Explicit axes alone
+            return NamedSharding(jax.sharding.get_abstract_mesh(), x.spec)
+        made = inside(x)
+        if isinstance(x, ClosedJaxpr):
+            return made
+        own, constants = with_constants(made)
+        if constants:
+            raise NotImplementedError(f"constants in a program of {name_of(equation)}")
+        return own
+
+    params = dict(equation.params)
+    for key, value in params.items():
+        if isinstance(value, (*kinds, NamedSharding)):
+            params[key] = replaced(value)
+        elif isinstance(value, tuple) and any(isinstance(x, kinds) for x in value):
+            params[key] = tuple(map(replaced, value))
+    with contextlib.ExitStack() as contexts:
+        with _private("the context of equations"):
+            before: Any = equation.ctx
+            if before.compute_type is not None:
+                contexts.enter_context(compute_on(before.compute_type))
+            if before.xla_metadata:
+                contexts.enter_context(set_xla_metadata(**before.xla_metadata))
+        traced = jax.make_jaxpr(lambda *xs: (jnp.negative(jnp.zeros(())), xs))(*args)
+        program, _ = with_constants(traced)
+        here = program.eqns[-1].ctx
+        moved = equation.replace(params=params, invars=list(program.invars), ctx=here)
+        return evaluate(moved, *args)

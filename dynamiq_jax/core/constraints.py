@@ -1,123 +1,272 @@
-"""Sharding constraints and reshards of a loss: they forget the data axes."""
+"""Sharding constraints of a loss that runs under a map over the data axes.
+
+A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under a
+map over these axes JAX refuses that. Such a loss is traced outside of the map (`record`), where
+the axes are automatic and its constraints become equations. The equations then run inside of the
+map (`Recorded.run`), and constraints forget its axes there. Nothing of JAX is replaced.
+"""
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
-import sys
-import threading
-import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec, get_abstract_mesh
+from jax import Array
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import reshard_primitive
-
-_forgotten: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
-    "dynamiq_jax_forgotten_axes", default=frozenset()
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import (
+    constant_of,
+    evaluate_here,
+    inner_jaxprs,
+    name_of,
+    with_constants,
 )
-_lock = threading.Lock()
-_users = 0
-_of_jax = jax.lax.with_sharding_constraint
-_replaced: list[tuple[dict[str, Any], str]] = []
+
+REMEDY = "call dq.with_sharding_constraint in the place of JAX's function of this name"
+
+_INLINED = "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"
+"""Primitives that run the first program in their parameters once. The last two are left where
+nothing is differentiated, as their rules have been applied before."""
+
+_gathered: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
+    "dynamiq_jax_gathered_axes", default=frozenset()
+)
 
 
 @contextlib.contextmanager
-def constraints_without(names: Collection[str]) -> Iterator[None]:
-    """While it lasts, constraints and reshards forget axes, in this thread alone.
-
-    A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under
-    a map over these JAX refuses that, and a parameter that was gathered over them is not sharded as
-    the loss says. On Explicit axes constraints are assertions, and those that name one of the axes
-    are dropped. There `jax.reshard` leaves a parameter typed as reduced over the axes, whole as it
-    is: its gradient stays unreduced. `jax.sharding.auto_axes`, by which JAX reads rows, turns axes
-    into Auto ones: they have no such types.
-    """
-    global _users
-    primitive = reshard_primitive()
-    token = _forgotten.set(frozenset(names))
-    with _lock:
-        _users += 1
-        if _users == 1:
-            primitive.bind = _reshard
-            for names_of_module, name in _references():
-                names_of_module[name] = _constrain
-                _replaced.append((names_of_module, name))
+def gathered_over(names: Collection[str]) -> Iterator[None]:
+    """While it lasts, `with_sharding_constraint` forgets Explicit axes, in this thread alone."""
+    token = _gathered.set(frozenset(names))
     try:
         yield
-    except ValueError as error:
-        if "manual" in str(error).lower():
-            error.add_note(
-                f"The loss runs under a map over {sorted(names)}. Its constraints forget these if "
-                "it calls jax.lax.with_sharding_constraint, or a module's own name of it; a name "
-                "elsewhere, as in a functools.partial or a closure, is not found"
-            )
-        raise
     finally:
-        _forgotten.reset(token)
-        with _lock:
-            _users -= 1
-            if not _users:
-                del primitive.bind  # that of the class is back
-                while _replaced:
-                    names_of_module, name = _replaced.pop()
-                    names_of_module[name] = _of_jax
+        _gathered.reset(token)
 
 
-def _references() -> list[tuple[dict[str, Any], str]]:
-    """The modules' names of JAX's function: that of `jax.lax`, and those outside of JAX."""
-    outside = [m for key, m in list(sys.modules.items()) if key.partition(".")[0] != "jax"]
-    return [
-        (vars(module), name)
-        for module in (jax.lax, *outside)
-        if isinstance(module, types.ModuleType) and module.__name__ != __name__
-        for name, x in list(vars(module).items())
-        if x is _of_jax
-    ]
+def with_sharding_constraint(x: Any, shardings: Any) -> Any:
+    """`jax.lax.with_sharding_constraint` for a loss that `value_and_grad` may map over workers.
 
+    Axes of the map around are left out of each spec, and the others stay. A spec of which nothing
+    is left then constrains nothing. In a loss on Explicit axes, where constraints are assertions,
+    one that names a data axis asserts nothing: the loss takes gathered parameters. Elsewhere the
+    function does what JAX's does.
 
-@functools.wraps(_of_jax)
-def _constrain(x: Any, shardings: Any, *args: Any, **options: Any) -> Any:
-    names = _forgotten.get()
-    if not names:
-        return _of_jax(x, shardings, *args, **options)
+    Args:
+      x: a pytree of arrays, of any shapes and dtypes.
+      shardings: a `PartitionSpec` or `NamedSharding` for all leaves, or a tree of these of which
+        ``x``'s is an extension. `None` leaves its part of ``x`` alone.
+
+    Returns:
+      ``x``, constrained.
+
+    Raises:
+      ValueError: a spec does not fit its array or the mesh.
+    """
+    mesh = get_abstract_mesh()
+    names = {*mesh.manual_axes, *(_gathered.get() & {*mesh.explicit_axes})}
 
     def is_leaf(s: Any) -> bool:
-        return s is None or isinstance(s, PartitionSpec | jax.sharding.Sharding)
+        return s is None or isinstance(s, P | jax.sharding.Sharding)
 
     def one(sharding: Any, part: Any) -> Any:
-        if isinstance(sharding, NamedSharding):
-            sharding = sharding.spec
-        if not isinstance(sharding, PartitionSpec):
-            return part if sharding is None else _of_jax(part, sharding, *args, **options)
-        spec = PartitionSpec(*(_without(entry, names) for entry in sharding))
-        if spec == sharding:
-            return _of_jax(part, spec, *args, **options)
-        mesh = get_abstract_mesh()
-        if AxisType.Explicit in mesh.axis_types or not any(spec):
+        if sharding is None:
             return part
-        return _of_jax(part, NamedSharding(mesh, spec), *args, **options)
+        if not names or not isinstance(sharding, P | NamedSharding):
+            return jax.lax.with_sharding_constraint(part, sharding)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+        return jax.tree.map(lambda x: _constrain(x, spec, names), part)
 
     return jax.tree.map(one, shardings, x, is_leaf=is_leaf)
 
 
-def _reshard(x: Any, *, dst_sharding: NamedSharding, **options: Any) -> Any:
-    """Binds JAX's primitive; the result is reduced over forgotten axes that do not split it."""
-    spec, mesh = dst_sharding.spec, dst_sharding.mesh
-    split = {*jax.tree.leaves(spec.partitions)}
-    typed = {*mesh.explicit_axes} - split
-    kept = jax.typeof(x).sharding.spec.reduced & _forgotten.get() & typed
-    if kept:
-        own = PartitionSpec(*spec.partitions, reduced=spec.reduced | kept, unreduced=spec.unreduced)
-        dst_sharding = NamedSharding(mesh, own)
-    primitive = reshard_primitive()
-    return type(primitive).bind(primitive, x, dst_sharding=dst_sharding, **options)
+def _constrain(x: Array, spec: P, names: Collection[str]) -> Array:
+    """Constrains an array by a spec that forgets these axes."""
+    mesh = get_abstract_mesh()
+    own = P(*(_without(entry, names) for entry in spec))
+    if own != spec and (AxisType.Explicit in mesh.axis_types or not any(own)):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, own))
 
 
-def _without(entry: Any, names: frozenset[str]) -> Any:
+def _without(entry: Any, names: Collection[str]) -> Any:
     """One entry of a PartitionSpec over the other axes."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    if entry is None or entry is P.UNCONSTRAINED:
         return entry
-    axes = (entry,) if isinstance(entry, str) else entry
-    return tuple(name for name in axes if name not in names) or None
+    if isinstance(entry, str):
+        return None if entry in names else entry
+    return tuple(name for name in entry if name not in names) or None
+
+
+# --- Programs that were traced outside of the map -------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recorded:
+    """A function that was traced where no axis is manual, and runs under a map over an axis."""
+
+    closed: Any
+    structure: Any
+    axis: Axis
+
+    @property
+    def constants(self) -> Sequence[Any]:
+        """The arrays that the function closes over."""
+        return with_constants(self.closed)[1]
+
+    @property
+    def constrains(self) -> bool:
+        """Whether a constraint in it may name an axis of the map."""
+        return _constrains(self.closed)
+
+    def run(self, *args: Any) -> Any:
+        """The results for one worker's arguments, typed as varying."""
+        leaves = self.axis.to_varying(jax.tree.leaves(args))
+        return self.structure.unflatten(_replay(self.closed, self.axis, leaves))
+
+    def varying(self, *args: Any) -> Any:
+        """Over which axes of the map a result may vary, from sets of axes of all arguments.
+
+        A result that has only collectives' results, constants and arguments without axes behind it
+        is the same on all workers.
+        """
+        return self.structure.unflatten(_varying(self.closed, jax.tree.leaves(args)))
+
+
+def record(
+    function: Callable[..., Any],
+    args: Any,
+    mesh: Mesh | AbstractMesh,
+    axis: Axis,
+    manual: Sequence[str],
+) -> Recorded:
+    """Traces ``function(*args)`` of one worker outside of all maps.
+
+    Args:
+      function: one of trees of arrays. It may use the names of the axis.
+      args: trees of arrays or their types, of one worker's shapes.
+      mesh: the mesh whose axes of the map are Auto.
+      axis: the axes over which values are typed as varying.
+      manual: all axes of the map; the others have one device.
+    """
+    found: list[tuple[Any, Any]] = []
+
+    def trace(numbers: Any) -> Any:
+        found.append(jax.make_jaxpr(function, return_shape=True)(*args))
+        return numbers
+
+    for name in manual:  # gives the names to collectives in the function
+        trace = jax.vmap(trace, axis_name=name, axis_size=mesh.shape[name])
+    numbers = jax.ShapeDtypeStruct(tuple(mesh.shape[name] for name in manual[::-1]), "int32")
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    with jax.sharding.use_abstract_mesh(abstract):
+        jax.eval_shape(trace, numbers)
+    (closed, shapes), *_ = found
+    return Recorded(closed, jax.tree.structure(shapes), axis)
+
+
+def _constrains(program: Any) -> bool:
+    return any(name_of(equation) == "sharding_constraint" for equation in _all_equations(program))
+
+
+def _replay(program: Any, axis: Axis, args: Sequence[Any]) -> list[Any]:
+    """Runs a program's equations under the map. All values in it are typed as varying."""
+    jaxpr, constants = with_constants(program)
+    known = dict(zip(jaxpr.constvars, axis.to_varying(list(constants)), strict=True))
+    known.update(zip(jaxpr.invars, args, strict=True))
+
+    def read(atom: Any) -> Any:
+        return axis.to_varying(constant_of(atom)) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        made = _run(equation, axis, [read(atom) for atom in equation.invars])
+        known.update(zip(equation.outvars, axis.to_varying(list(made)), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
+    """The results of one equation for one worker's operands."""
+    name, params = name_of(equation), equation.params
+    if name == "sharding_constraint":
+        return [_constrain(operands[0], _spec_of(params), get_abstract_mesh().manual_axes)]
+    if name == "psum":  # where nothing is manual this is another primitive than under the map
+        groups = params["axis_index_groups"]
+        operands = Axis(params["axes"]).to_varying(operands)
+        return jax.lax.psum(operands, params["axes"], axis_index_groups=groups)
+    programs = inner_jaxprs(equation)
+    if name in _INLINED and programs:
+        return _replay(programs[0], axis, operands)
+    if name == "shard_map":
+        inner = functools.partial(_replay, params["jaxpr"], axis)
+        options = {key: params[key] for key in ("in_specs", "out_specs", "check_vma")}
+        names = (
+            {*params["newly_manual_axes"]}
+            if "newly_manual_axes" in params
+            else {*params["manual_axes"]}
+        )
+        mapped = jax.shard_map(lambda *xs: tuple(inner(xs)), axis_names=names, **options)
+        return mapped(*operands)
+    return evaluate_here(equation, operands, functools.partial(_inside, axis))
+
+
+def _inside(axis: Axis, program: Any) -> Any:
+    """A program within an equation, as it runs under the map."""
+    kinds: list[Any] = [variable.aval for variable in with_constants(program)[0].invars]
+    plain = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in kinds]
+    # JAX takes a type as varying where it also names the mesh.
+    whole = NamedSharding(get_abstract_mesh(), P())
+    types = [x.update(sharding=whole) for x in jax.eval_shape(axis.to_varying, plain)]
+    return jax.make_jaxpr(lambda *xs: _replay(program, axis, xs))(*types)
+
+
+def _spec_of(params: dict[str, Any]) -> P:
+    """The spec of a recorded constraint."""
+    sharding, dims = params["sharding"], params["unconstrained_dims"]
+    if not isinstance(sharding, NamedSharding) or params["layout"] is not None:
+        raise ValueError(
+            f"under a map over data axes a loss cannot constrain an array to {sharding} with "
+            f"layout {params['layout']}; use a PartitionSpec or a NamedSharding"
+        )
+    entries = [*sharding.spec, *[None] * (1 + max(dims, default=-1) - len(sharding.spec))]
+    return P(*(P.UNCONSTRAINED if i in dims else entry for i, entry in enumerate(entries)))
+
+
+def _varying(program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+    """The axes over which a program's results may vary, by those of its arguments."""
+    jaxpr, _ = with_constants(program)
+    none = frozenset[str]()
+    known = dict(zip(jaxpr.invars, args, strict=True))
+    read = lambda atom: none if isinstance(atom, Literal) else known.get(atom, none)
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        name, params = name_of(equation), equation.params
+        programs = inner_jaxprs(equation)
+        found = none.union(*operands)
+        if name in _INLINED and programs:
+            known.update(zip(equation.outvars, _varying(programs[0], operands), strict=True))
+            continue
+        if name in ("psum", "pmax", "pmin") and params.get("axis_index_groups") is None:
+            found -= {*params["axes"]}
+        elif name == "axis_index":
+            found |= _names(params["axis_name"])
+        for own in (own for program in programs for own in _all_equations(program)):
+            if name_of(own) == "axis_index":
+                found |= _names(own.params["axis_name"])
+        known.update(dict.fromkeys(equation.outvars, found))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _all_equations(program: Any) -> Iterator[JaxprEqn]:
+    for equation in with_constants(program)[0].eqns:
+        yield equation
+        for inner in inner_jaxprs(equation):
+            yield from _all_equations(inner)
+
+
+def _names(name: Any) -> frozenset[str]:
+    return frozenset((name,) if isinstance(name, str) else name)

@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +20,8 @@ from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
 from dynamiq_jax.collectives.terms import Terms
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
-from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.constraints import constraints_without
+from dynamiq_jax.core.compat import assume_invarying, varying_axes
+from dynamiq_jax.core.constraints import REMEDY, Recorded, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
@@ -164,14 +164,21 @@ class Mapped:
         of_workers = P(axis.name)
         of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
-        mapped = jax.shard_map(
-            functools.partial(self._of_worker, total, told, folded),
-            mesh=self.mesh,
-            axis_names=self.manual,
-            in_specs=(P(), P(), of_workers, list(split)),
-            out_specs=(P(), (P(), of_workers), of_found),
-        )
-        value, aux, found = mapped(params, key, state, arrays)
+
+        def mapped(recorded: Recorded | None) -> Callable[..., Any]:
+            return jax.shard_map(
+                functools.partial(self._of_worker, total, told, folded, recorded),
+                mesh=self.mesh,
+                axis_names=self.manual,
+                in_specs=(P(), P(), of_workers, list(split)),
+                out_specs=(P(), (P(), of_workers), of_found),
+            )
+
+        try:
+            value, aux, found = mapped(None)(params, key, state, arrays)
+        except _RefusedError as refused:
+            recorded = self._recorded(told, refused)
+            value, aux, found = mapped(recorded)(params, key, state, arrays)
         if others:
             leading = () if self.reduces else (axis.name,)
             specs = [P(*leading, *spec) for spec in placed]
@@ -197,6 +204,7 @@ class Mapped:
         total: Sum,
         told: Told,
         folded: tuple[bool, ...],
+        recorded: Recorded | None,
         params: Any,
         key: Any,
         state: Any,
@@ -207,15 +215,21 @@ class Mapped:
         params = axis.to_varying(params)
         pairs = zip(arrays, folded, strict=True)
         arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
-        data = told.join(arrays)
-        with constraints_without(self.manual):
-            if self.suspicious:
-                _check_closure(lambda p, x: self.loss(p, told.join(x)), params, arrays)
-            value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
-            share = None if self.weight is None else share_of(self.weight(params, data), axis)
-        value, aux = value if self.has_aux else (value, None)
+        if recorded is not None:
+            (value, aux), grads, weight = _run_recorded(recorded, params, arrays)
+        else:
+            try:
+                if self.suspicious:
+                    loss = lambda p, x: self.loss(p, told.join(x))
+                    _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
+                (value, aux), grads, weight = self._differentiated(told, params, arrays)
+            except ValueError as error:
+                if "manual" not in str(error).lower():
+                    raise
+                raise _RefusedError(params, arrays) from error
+        share = None if weight is None else share_of(weight, axis)
         words = _words(aux, self.aux, op)
-        self._warn_of_types(told, params, arrays, (value, aux), words)
+        self._warn_of_types(told, recorded, params, arrays, (value, aux), words)
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
@@ -231,8 +245,43 @@ class Mapped:
         value = value / terms if op == "sum" else value  # it was all workers' on so many
         return value, aux, found._replace(state=after)
 
+    def _differentiated(self, told: Told, params: Any, arrays: list) -> tuple[Any, Any, Any]:
+        """((value, aux), the gradients, the weight) of one worker."""
+        data = told.join(arrays)
+        value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
+        weight = None if self.weight is None else self.weight(params, data)
+        return (value if self.has_aux else (value, None)), grads, weight
+
+    def _recorded(self, told: Told, refused: "_RefusedError") -> Recorded:
+        """The loss and its derivative, traced where the data axes are automatic.
+
+        Raises JAX's error if that does not go, or if no constraint is the reason for it.
+        """
+        error, names = refused.__cause__, sorted(self.manual)
+        assert error is not None
+        try:
+            function = functools.partial(self._differentiated, told)
+            recorded = record(function, refused.types, self.mesh, self.axis, names)
+        except Exception as other:
+            error.add_note(
+                f"The loss runs under a map over {names}. Traced outside of it, it "
+                f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
+            )
+            raise error from other
+        if not recorded.constrains:
+            raise error
+        if self.suspicious:
+            _check_closure(recorded.constants)
+        return recorded
+
     def _warn_of_types(
-        self, told: Told, params: Any, arrays: list, results: tuple[Any, Any], words: list[str]
+        self,
+        told: Told,
+        recorded: Recorded | None,
+        params: Any,
+        arrays: list,
+        results: tuple[Any, Any],
+        words: list[str],
     ) -> None:
         """Warns of a loss without examples, and of aux that is "same" and of each worker's own.
 
@@ -247,8 +296,12 @@ class Mapped:
         doubtful = [word == "same" and not axis.replicates(x) for (_, x), word in pairs]
         if not unsplit and not any(doubtful):
             return
-        with constraints_without(self.manual):
+        if recorded is None:
             known = same_everywhere(lambda p, x: self.loss(p, told.join(x)), params, arrays, axis)
+        else:
+            none = jax.tree.map(lambda _: frozenset(), params)
+            own = recorded.varying(none, list(map(varying_axes, arrays)))[0]
+            known = [names.isdisjoint(axis.names) for names in jax.tree.leaves(own)]
         if unsplit and known is not None and known[0]:
             warnings.warn(
                 f"all workers on axis {axis.name!r} compute the same loss: no argument is split "
@@ -315,9 +368,43 @@ def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
     return found
 
 
-def _check_closure(loss: Callable[[Any, list[Array]], Any], params: Any, arrays: list) -> None:
+class _RefusedError(Exception):
+    """JAX refuses a loss under the map; its cause is JAX's error."""
+
+    def __init__(self, params: Any, arrays: list):
+        super().__init__()
+
+        def kind(x: Any) -> jax.ShapeDtypeStruct:
+            own = jax.typeof(x)
+            return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
+
+        self.types = jax.tree.map(kind, (params, arrays))
+
+
+def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, Any, Any]:
+    """((value, aux), the gradients, the weight) of one worker, by a recorded derivative.
+
+    Value and aux are typed as under the map. Outside of maps the derivative of a `psum` is one of
+    the sum of all workers' losses. So gradients are divided by how many of these are one.
+    """
+    results, grads, weight = recorded.run(params, arrays)
+    names = recorded.axis.names
+    every = jax.tree.map(lambda _: frozenset(names), params)
+    varies = recorded.varying(every, list(map(varying_axes, arrays)))[0]
+
+    def typed(x: Array, own: frozenset[str]) -> Array:
+        return assume_invarying(x, tuple(name for name in names if name not in own))
+
+    value, aux = jax.tree.map(typed, results, varies)
+    same = [name for name in names if name not in varies[0]]
+    count = math.prod(map(lax.axis_size, same))
+    grads = jax.tree.map(lambda x: x / count, grads) if count > 1 else grads
+    return (value, aux), grads, weight
+
+
+def _check_closure(constants: Sequence[Any]) -> None:
     """Refuses a loss that uses arrays of the program around it."""
-    used = [x for x in jax.make_jaxpr(loss)(params, arrays).consts if isinstance(x, Tracer)]
+    used = [x for x in constants if isinstance(x, Tracer)]
     found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or is_key(x)]
     if found:
         raise ValueError(

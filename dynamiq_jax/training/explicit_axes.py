@@ -29,7 +29,7 @@ from dynamiq_jax.collectives.explicit_sums import (
 from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
-from dynamiq_jax.core.constraints import constraints_without
+from dynamiq_jax.core.constraints import REMEDY, gathered_over
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.auto_axes import Told, closed_over
@@ -104,15 +104,23 @@ class Deferred(NamedTuple):
         explained = functools.partial(self._explained, params, data)
         joined = functools.partial(self._joined, params, placed, key=key, state=state)
 
+        def used(as_typed: bool) -> tuple[Any, Any] | None:
+            """The results use by use; `None` where JAX does not take plain parameters either."""
+            twins = [*held(chosen)], [*held(())]
+            with gathered_before(bool(gathered)):
+                found = (
+                    self._by_use(loss, params, data, twins, chosen, large, as_typed)
+                    if large
+                    else None
+                )
+            return None if found is None else (found.value, joined(found.terms, found.sums))
+
         def by_use(error: Exception) -> tuple[Any, Any]:
             """The results where JAX has refused a use of typed parameters."""
             self._check_split(data, error)
-            twins = [*held(chosen)], [*held(())]
-            with gathered_before(bool(gathered)):
-                found = self._by_use(loss, params, data, twins, chosen, large) if large else None
-            if found is None:
+            if not large or (results := used(False)) is None:
                 raise error
-            return found.value, joined(found.terms, found.sums)
+            return results
 
         try:
             with explained(chosen), gathered_before(bool(gathered)):
@@ -134,13 +142,19 @@ class Deferred(NamedTuple):
                 "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
                 "or jax.reshard them in the loss before the map, which then takes whole ones"
             )
+        native = found(self._untyped)
+        if native - found(functools.partial(self._untyped, split=True)):
+            # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
+            for as_typed in (True, False):
+                if (results := used(as_typed)) is not None:
+                    return results
         if own:
             split = {*several(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
             if alone := (own & large) - found(gathers) - mapped:
                 self._warn_of_shards(params, alone, 4)
-        if native := found(self._untyped):
+        if native:
             warnings.warn(
                 f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
                 f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
@@ -170,10 +184,12 @@ class Deferred(NamedTuple):
         twins: tuple[list[Array], list[Array]],
         chosen: set[int],
         large: set[int],
+        as_typed: bool,
     ) -> "_ByUse | None":
         """Differentiates a loss that uses parameters in ways for which JAX has no rule; see `uses`.
 
-        Twins are typed and plain leaves. `None` if JAX does not take plain parameters either.
+        Twins are typed and plain leaves. The loss is traced with the former if JAX takes them
+        (``as_typed``). `None` if JAX does not take plain parameters either.
         """
         told, arrays = Told.of(data)
         treedef, (typed, plain) = jax.tree.structure(params), twins
@@ -191,12 +207,13 @@ class Deferred(NamedTuple):
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         try:
-            with constraints_without(()):
+            with gathered_over(self.axis.names):
+                own = [typed[i] if as_typed and i in chosen else x for i, x in enumerate(plain)]
                 with traced_for(MARKS):
-                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(plain, arrays)
+                    closed, shapes = jax.make_jaxpr(flat, return_shape=True)(own, arrays)
                 shapes = jax.tree.structure(shapes)
-                own = {i: typed[i] for i in sorted(chosen)}
-                value, back, aux = jax.vjp(run, own, plain, has_aux=True)
+                deferred = {i: typed[i] for i in sorted(chosen)}
+                value, back, aux = jax.vjp(run, deferred, plain, has_aux=True)
                 with traced_for(BACKWARD):
                     terms, sums = back(self._seed(value.dtype))
         except refusals():
@@ -321,7 +338,7 @@ class Deferred(NamedTuple):
     def _explained(self, params: Any, data: Any, chosen: Collection[int]) -> Iterator[None]:
         """The context of a loss; adds to JAX's errors what it was given, and how to avoid that."""
         try:
-            with constraints_without(self.axis.names):
+            with gathered_over(self.axis.names):
                 yield
         except refusals() as error:
             self._check_split(data, error)
@@ -334,7 +351,9 @@ class Deferred(NamedTuple):
                 "as table.at[ids].get(out_sharding=...). Exclude other leaves by "
                 "Compression(exclude=...), and JAX sums their gradients; or take a mesh of Auto "
                 "axes. Of parameters that are sharded over the axis the loss got whole ones; "
-                "with gather=False it gets shards"
+                "with gather=False it gets shards. A sharding constraint on Explicit axes is an "
+                f"assertion, which whole parameters fail: {REMEDY}, and unbox the parameters "
+                "of Flax' Linen"
             )
             raise
 
@@ -360,13 +379,19 @@ class Deferred(NamedTuple):
 
         return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
-    def _untyped(self, equation: JaxprEqn) -> list[Any]:
-        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes."""
+    def _untyped(self, equation: JaxprEqn, split: bool = False) -> list[Any]:
+        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes.
+
+        With ``split`` it is one that the reshard also splits over these.
+        """
         if name_of(equation) != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
         lost = before.spec.reduced - after.spec.reduced
-        return equation.invars if lost & {*after.mesh.explicit_axes} & {*self.axis.names} else []
+        lost &= {*after.mesh.explicit_axes} & {*self.axis.names}
+        if split:
+            lost &= axes_of(P(*after.spec.partitions))
+        return equation.invars if lost else []
 
     def _seed(self, dtype: Any) -> Array:
         """The cotangent of the loss: 1, in total.
@@ -411,8 +436,7 @@ class Deferred(NamedTuple):
 
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
-        with constraints_without(()):
-            return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
+        return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
 
 
 def _scalar(value: Any) -> Array:

@@ -204,11 +204,24 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
     try:
         if name in _RUNNERS:
             return _RUNNERS[name](equation, operands, uses)
+        twins = [x.plain() if x.typed is None else x.typed for x in operands]
+        if not any(jax.typeof(x).sharding.spec.reduced for x in twins):
+            return evaluate(equation, *twins)  # on Auto axes, where the compiler has every rule
+        if _same_types(equation, twins):
+            return evaluate(equation, *twins)  # JAX has taken these very types
         if name in RULES:
             return _by_rule(equation, operands)
     except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None
+
+
+def _same_types(equation: JaxprEqn, operands: list[Any]) -> bool:
+    """Whether a map was traced with operands of these types."""
+    before: list[Any] = [variable.aval for variable in equation.invars]
+    reduced = lambda x: x.sharding.spec.reduced
+    same = all(reduced(x) == reduced(jax.typeof(y)) for x, y in zip(before, operands, strict=True))
+    return name_of(equation) == "shard_map" and same
 
 
 def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
@@ -297,6 +310,8 @@ def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
     assert operand.typed is not None
     target = equation.params["dst_sharding"]
     reduced = jax.typeof(operand.typed).sharding.spec.reduced
+    if reduced.isdisjoint(target.mesh.explicit_axes):  # Auto axes have no such types
+        return list(evaluate(equation, operand.typed))
     if axes_of(P(*target.spec.partitions)) & reduced:
         return [None]
     kept = P(*target.spec.partitions, reduced=reduced)
