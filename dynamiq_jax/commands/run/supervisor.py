@@ -92,6 +92,7 @@ class Supervisor:
         self.spare: Child | None = None
         """A process with imported modules that waits for the next start."""
         self._spares = bool(settings.ready)
+        self._steps = 0  # how many numbers of steps the process has told
         self.status: int | None = None
         self._began = self._since = self._moved = clock()
         self._group: tuple[int, ...] = ()
@@ -246,7 +247,7 @@ class Supervisor:
         )
         self._suspect = self._stopped_since = self._asked = None
         self._began = self._moved = self.clock()
-        self._stage, self._last = "", -1
+        self._stage, self._last, self._steps = "", -1, 0
         missing = set(range(len(self.settings.hosts))) - set(members)
         without = f", without {self.names(missing)}" if missing else ""
         self.say(f"start {generation} with {len(members)} hosts{without}")
@@ -262,14 +263,14 @@ class Supervisor:
         return Child(command, env, _forward)
 
     def _watch_spare(self) -> None:
-        """Lets a process get ready, once steps run; says so if it ends."""
+        """Lets a process get ready, once the first step is over; says so if it ends."""
         if self.spare and (end := self.spare.ended()):
             self.spare.close()
             self.spare, self._spares = None, False
             self.say(f"the process that waits for the next start {end.text}; starts take longer")
         elif self.spare:
             self.spare.pump()
-        elif self._spares and self._stage.isdecimal():
+        elif self._spares and self._steps > 1:  # the first step compiles, and needs the cores
             command = list(self.settings.command)
             self.spare = Child(command, {}, _forward, ready=self.settings.ready)
 
@@ -299,6 +300,7 @@ class Supervisor:
             self._stage = stage
             if stage.isdecimal():
                 self.beat = dataclasses.replace(self.beat, step=int(stage))
+                self._steps += 1
             self.event("step" if stage.isdecimal() else "stage", reached=stage)
 
     def _child_ended(self, end: Any) -> None:
