@@ -244,3 +244,35 @@ def test_statistics_travel_beside_the_payload_before_theirs():
     of_statistics = [own for own, payload in zip(waits, payloads, strict=True) if not payload]
     assert of_payloads == [{*range(k)} for k in range(layers)]
     assert sorted(of_statistics, key=len) == [{*range(k - 1)} for k in range(layers)]
+
+
+def test_functions_run_beside_the_payload_between_hosts_of_several_devices():
+    """No function waits for the next one's payload, which a gather on two levels sends first."""
+    layers = 4
+    functions = [lambda w, x: jnp.tanh(x @ w)] * (layers - 1) + [lambda w, x: jnp.sum(x @ w)]
+    method = dataclasses.replace(DITHER, topology=dq.Hierarchical())
+    shapes = [jnp.eye(64)] * layers
+    mesh = jax.make_mesh((2, 2), ("hosts", "gpus"), axis_types=(AxisType.Auto,) * 2)
+
+    def loss(params, x):
+        own = [w.reshape(-1)[: w.size // 4].reshape(16, 64) for w in params]
+        options = {"method": method, "specs": [P(("hosts", "gpus"))] * layers}
+        return dq.sequential(functions, own, x, ("hosts", "gpus"), **options)
+
+    maps = {"in_specs": (P(), P(("hosts", "gpus"))), "out_specs": P(("hosts", "gpus"))}
+    mapped = jax.shard_map(
+        lambda *args: jax.value_and_grad(loss)(*args)[0][None], mesh=mesh, check_vma=False, **maps
+    )
+    traced = jax.make_jaxpr(mapped)(shapes, jnp.ones((8, 64)))
+    (inside,) = (e for e in traced.jaxpr.eqns if "shard_map" in e.primitive.name)
+    made, sent, functions_after = {}, [], []
+    for e in inside.params["jaxpr"].eqns:
+        found = set().union(*(made.get(v, set()) for v in e.invars if not hasattr(v, "val")))
+        if e.primitive.name == "all_gather" and e.invars[0].aval.dtype == jnp.uint32:
+            if "hosts" in e.params["axis_name"]:
+                found = found | {len(sent)}
+                sent.append(e)
+        elif e.primitive.name == "dot_general":
+            functions_after.append(found)
+        made |= dict.fromkeys(e.outvars, found)
+    assert functions_after[:layers] == [{*range(k + 1)} for k in range(layers)]

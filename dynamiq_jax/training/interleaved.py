@@ -117,16 +117,16 @@ def hold(moving: Sequence[Progress], passing: Any) -> Any:
 
 
 def send(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, after which a gather runs up to its last round, and sends that.
+    """``passing``, after which a gather runs up to the round with its payload, and sends that.
 
-    The last round has the payloads; in those before it workers agree on little.
+    In the rounds before it workers agree on little.
     """
     if progress is None:
         return passing
     passing = hold([progress], passing)
     if not progress.computed:
         progress.compute()
-    while progress.rounds_left > 1:
+    while progress.light_left:
         progress.exchange()
         progress.compute()
     if not progress.done:
@@ -136,27 +136,32 @@ def send(progress: Progress | None, passing: Any) -> Any:
 
 
 def announce(coming: Progress | None, following: Progress | None, passing: Any) -> Any:
-    """``passing``, after which a gather sends its first round, unless that has its payload.
+    """``passing``, after which a gather runs its rounds before the one with the payload.
 
     Its statistics then travel with the payload of the gather before it, and its payload is ready to
     go when that one has arrived. The gather that follows computes its own statistics meanwhile.
     """
-    moving = [x for x in (coming, following) if x is not None and x.rounds_left > 1]
+    moving = [x for x in (coming, following) if x is not None and x.light_left]
     passing = hold(moving, passing)
     for progress in moving:
         if not progress.computed:
             progress.compute()
-        if progress is coming:
-            progress.exchange()
-            progress.compute()
+    while coming is not None and coming.light_left:
+        coming.exchange()
+        coming.compute()
     return passing
 
 
 def arrive(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, which waits for what was sent; then the gather's last kernels."""
-    if progress is not None and not progress.done:
+    """``passing``, which waits for what was sent; then the gather's last kernels.
+
+    Rounds after the payload's come first: over links inside of a host these take little.
+    """
+    while progress is not None and not progress.done:
         passing = hold([progress], passing)
         progress.compute()
+        if not progress.done:
+            progress.exchange()
     return passing
 
 

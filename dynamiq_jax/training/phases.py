@@ -73,6 +73,9 @@ class Traced(NamedTuple):
     """A function as rounds of collectives, with a computation ahead of each and after the last."""
 
     rounds: tuple[tuple[Operation, ...], ...]
+    payload: int
+    """The first round that moves the payload. Workers agree on little in those before it; those
+    after it pass on what has arrived, as from one host's devices to the next."""
     computations: tuple[Computation, ...]
     views: tuple[Operation, ...]
     """The last operations, which only divide and shape what the others have computed. All are part
@@ -156,9 +159,35 @@ def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
     treedef = jax.tree.structure(shapes)
+    payload = _payload_round(found, operations)
     return Traced(
-        found, computations, views, sources, late, constants, takes, tuple(makes), treedef
+        found, payload, computations, views, sources, late, constants, takes, tuple(makes), treedef
     )
+
+
+def _payload_round(rounds: Sequence[Sequence[Operation]], operations: Iterable[Operation]) -> int:
+    """The round with the most bytes, or the first of those that pass these on unchanged."""
+    source = {slot: op for op in operations if not op.moves for slot in op.makes}
+
+    def unchanged(slot: Slot) -> Slot:
+        """The slot that this one is a view of."""
+        while slot in source and source[slot].equation.primitive.name in VIEWS:
+            (slot,) = slots(source[slot].takes)
+        return slot
+
+    number = max(range(len(rounds)), key=lambda i: sum(map(_bytes, rounds[i])), default=0)
+    while number:
+        sent = {unchanged(slot) for op in rounds[number] for slot in slots(op.takes)}
+        if not sent.issubset(slot for op in rounds[number - 1] for slot in op.makes):
+            break
+        number -= 1
+    return number
+
+
+def _bytes(op: Operation) -> int:
+    """The bytes that a worker gives a collective."""
+    shapes = [atom.aval for atom in op.equation.invars]
+    return sum(x.size * x.dtype.itemsize for x in shapes)  # type: ignore[attr-defined]
 
 
 def _computation(
@@ -267,6 +296,11 @@ class Progress:
     def rounds_left(self) -> int:
         """How many more calls of `exchange` there are."""
         return len(self._traced.rounds) - self._round
+
+    @property
+    def light_left(self) -> int:
+        """How many of them come before the one with the payload."""
+        return max(0, self._traced.payload - self._round)
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call, whose `payload` this is: its last kernels have not run."""
