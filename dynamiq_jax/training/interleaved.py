@@ -124,11 +124,7 @@ def send(progress: Progress | None, passing: Any) -> Any:
     if progress is None:
         return passing
     passing = hold([progress], passing)
-    if not progress.computed:
-        progress.compute()
-    while progress.light_left:
-        progress.exchange()
-        progress.compute()
+    progress.prepare()
     if not progress.done:
         passing = hold([progress], passing)
         progress.exchange()
@@ -144,11 +140,10 @@ def announce(coming: Progress | None, following: Progress | None, passing: Any) 
     moving = [x for x in (coming, following) if x is not None and x.light_left]
     passing = hold(moving, passing)
     for progress in moving:
-        if not progress.computed:
+        if progress is coming:
+            progress.prepare()
+        elif not progress.computed:
             progress.compute()
-    while coming is not None and coming.light_left:
-        coming.exchange()
-        coming.compute()
     return passing
 
 

@@ -16,7 +16,6 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -159,15 +158,15 @@ def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
     treedef = jax.tree.structure(shapes)
-    payload = _payload_round(found, operations)
+    payload = _payload_round(found, computed)
     return Traced(
         found, payload, computations, views, sources, late, constants, takes, tuple(makes), treedef
     )
 
 
-def _payload_round(rounds: Sequence[Sequence[Operation]], operations: Iterable[Operation]) -> int:
+def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Operation]) -> int:
     """The round with the most bytes, or the first of those that pass these on unchanged."""
-    source = {slot: op for op in operations if not op.moves for slot in op.makes}
+    source = {slot: op for op in computed if not op.moves for slot in op.makes}
 
     def unchanged(slot: Slot) -> Slot:
         """The slot that this one is a view of."""
@@ -175,7 +174,8 @@ def _payload_round(rounds: Sequence[Sequence[Operation]], operations: Iterable[O
             (slot,) = slots(source[slot].takes)
         return slot
 
-    number = max(range(len(rounds)), key=lambda i: sum(map(_bytes, rounds[i])), default=0)
+    nbytes = [sum(_bytes(op.equation) for op in operations) for operations in rounds]
+    number = nbytes.index(max(nbytes)) if nbytes else 0
     while number:
         sent = {unchanged(slot) for op in rounds[number] for slot in slots(op.takes)}
         if not sent.issubset(slot for op in rounds[number - 1] for slot in op.makes):
@@ -184,9 +184,9 @@ def _payload_round(rounds: Sequence[Sequence[Operation]], operations: Iterable[O
     return number
 
 
-def _bytes(op: Operation) -> int:
+def _bytes(equation: JaxprEqn) -> int:
     """The bytes that a worker gives a collective."""
-    shapes = [atom.aval for atom in op.equation.invars]
+    shapes = [atom.aval for atom in equation.invars]
     return sum(x.size * x.dtype.itemsize for x in shapes)  # type: ignore[attr-defined]
 
 
@@ -217,7 +217,8 @@ def _without_late(
     ends: set[int] = set()  # the numbers of small sums that no collective depends on
     for number, op in reversed([*enumerate(operations)]):
         if op.moves or not leads.isdisjoint(op.makes):
-            if op.moves and leads.isdisjoint(op.makes) and _sum_bytes(op.equation) <= small:
+            sums = op.equation.primitive.name in ("psum", "psum_invariant")
+            if sums and leads.isdisjoint(op.makes) and _bytes(op.equation) <= small:
                 ends.add(number)
             leads.update(slots(op.takes))
     made: set[Slot] = set()
@@ -229,14 +230,6 @@ def _without_late(
         else:
             kept.append(op)
     return tuple(kept), tuple(late)
-
-
-def _sum_bytes(equation: JaxprEqn) -> float:
-    """The bytes that an all-reduce sums; infinity for other equations."""
-    if equation.primitive.name not in ("psum", "psum_invariant"):
-        return math.inf
-    shapes = [variable.aval for variable in equation.outvars]
-    return sum(x.size * x.dtype.itemsize for x in shapes)  # type: ignore[attr-defined]
 
 
 def _without_views(
@@ -322,6 +315,14 @@ class Progress:
         else:
             sent = (slot for op in traced.rounds[self._round] for slot in slots(op.takes))
             self._waits = list(dict.fromkeys(sent))
+
+    def prepare(self) -> None:
+        """Runs all that comes before the round with the payload."""
+        if not self.computed:
+            self.compute()
+        while self.light_left:
+            self.exchange()
+            self.compute()
 
     def exchange(self) -> None:
         """Runs the next round of collectives."""
