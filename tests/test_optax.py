@@ -271,6 +271,20 @@ def test_states_from_shapes_alone_and_inside_of_jit(kind):
     jax.tree.map(np.testing.assert_array_equal, inside, state)
 
 
+@pytest.mark.parametrize("way", ["all_reduce", "sharded"])
+def test_states_keep_their_types(way):
+    """Else the second step compiles anew, weak types included."""
+    if way == "all_reduce":
+        optimizer = optax.chain(dq.optax.all_reduce("data", method=SCALED), ADAM)
+    else:
+        optimizer = promoting(dq.optax.sharded(SGD, "data", method=CHEAP))
+    state, step = started(optimizer, auto_mesh())
+    params, (x,) = problem(1)
+    after = jax.eval_shape(step, params, state, x)[1]
+    types = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+    assert types(after) == types(state)
+
+
 def test_a_trainers_own_init_on_explicit_axes():
     """What TrainState.create and nnx.Optimizer call; then a step."""
     mesh = mesh_of(8, kind=AxisType.Explicit)
@@ -291,8 +305,10 @@ def test_a_trainers_own_init_on_explicit_axes():
             updates, state = optimizer.update(grads(params, x)[1], state, params)
             return optax.apply_updates(params, updates), state
 
-        for _ in range(2):
+        params, state = step(params, state, x)
+        with compilations() as found:
             params, state = step(params, state, x)
+        assert not found
     plain = {"in": jnp.ones((64, 64)) / 8, "scale": jnp.ones(8)}
     inner = rule.init(plain)
     for _ in range(2):

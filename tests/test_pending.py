@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from test_sequential_sharded import DIM, FUNCTIONS, LAYERS, REMAT, N, gathers_ahead, problem
-from workers import auto_mesh
+from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -126,6 +126,16 @@ def test_differences_travel_beside_functions_before_theirs(functions):
     # The functions are: embed, layers, head. A layer k waits for the gathers of functions 0 to k.
     assert waits[:LAYERS] == [2 * (2 + k) for k in range(LAYERS)]
     assert all(ahead[:LAYERS])
+
+
+def test_gathered_compiles_once():
+    """A trainer calls it for each evaluation."""
+    params, state = start(make(deferred=True))
+    first = dq.optax.gathered(params, state)
+    with compilations() as found:
+        second = dq.optax.gathered(params, state)
+    assert not found
+    assert_same_bits(second, first)
 
 
 def test_a_step_that_takes_no_differences_warns(monkeypatch):

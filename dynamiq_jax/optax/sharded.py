@@ -208,8 +208,8 @@ def sharded(
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
         masters, state = treedef.unflatten(leaves)
         zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
-        rows = 1 if inside else math.prod(sizes)
-        gaps = jnp.full((rows, len(placed)), jnp.inf)  # nothing is known before the first update
+        shape = 1 if inside else math.prod(sizes), len(placed)
+        gaps = jnp.full(shape, jnp.inf, jnp.float32)  # nothing is known before the first update
         if inside:
             gaps = axis.to_varying(gaps)
         elif is_outside(axis, params):
@@ -597,8 +597,16 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
         return P(*(names or None for names in entries))
 
     placed = jax.tree.map(whole, specs.masters)
+    leaves, treedef = jax.tree.flatten((placed, specs))
+    return _gather(around, tuple(leaves), treedef)(params, state)
+
+
+@functools.lru_cache(maxsize=64)
+def _gather(mesh: Mesh, leaves: tuple[P, ...], treedef: Any) -> Callable[[Any, Any], Any]:
+    """`_current` in a map, compiled once for all calls with arrays that look alike."""
+    placed, specs = treedef.unflatten(leaves)
     maps = {"in_specs": (placed, specs), "out_specs": placed, "check_vma": False}
-    return jax.jit(jax.shard_map(_current, mesh=around, **maps))(params, state)
+    return jax.jit(jax.shard_map(_current, mesh=mesh, **maps))
 
 
 def _current(params: Any, state: ShardedState) -> Any:
