@@ -15,7 +15,7 @@ The command finds the other hosts by ``%i`` (this host's number) or by three var
     )
 
 ``--devices`` gives each host virtual CPU devices, ``--gpus`` GPUs of its own: NCCL then takes
-sockets over ``eth0`` (``NCCL_SOCKET_NTHREADS`` and ``NCCL_NSOCKS_PERTHREAD``, 2 each, may be set).
+sockets over ``eth0`` (``NCCL_SOCKET_NTHREADS``, 1, and ``NCCL_NSOCKS_PERTHREAD``, 4, may be set).
 
 ``--tenant 50%`` gives half of every link to another job, as far as TCP lets it have that: each host
 sends to the next one by `STREAMS` connections, which together are bounded by that share of
@@ -247,8 +247,8 @@ class Hosts:
             env |= {"NCCL_HOSTID": f"host{i}", "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": NIC}
             # Without it JAX finds one machine, and the library takes its links for NVLink.
             env["JAX_PARTITION_INDEX"] = str(i)
-            env.setdefault("NCCL_SOCKET_NTHREADS", "2")
-            env.setdefault("NCCL_NSOCKS_PERTHREAD", "2")
+            env.setdefault("NCCL_SOCKET_NTHREADS", "1")
+            env.setdefault("NCCL_NSOCKS_PERTHREAD", "4")
             # Processes that tune kernels apart compile programs whose collectives differ in order:
             # NCCL then ends with "message truncated", or hangs. So one compiles for all, and alone.
             flags.append("--xla_gpu_shard_autotuning=false")
