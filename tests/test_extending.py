@@ -1,6 +1,7 @@
 """The quantiser of docs/extending.md, as pasted, in every way that the page lists."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -188,6 +189,118 @@ def test_an_unfinished_quantiser_is_told_what_it_lacks():
             jax.eval_shape(
                 jax.vmap(lambda x, m=own: dq.psum(x, "data", method=m), axis_name="data"), x
             )
+
+
+def shaped(method) -> tuple[int, ...]:
+    """The shape of a sum by a method."""
+    x = jax.ShapeDtypeStruct((N, 1000), jnp.float32)
+    total = lambda x: dq.psum(x, "data", method=small(method, topology=dq.Direct()))
+    return jax.eval_shape(jax.vmap(total, axis_name="data"), x).shape
+
+
+def explained(method):
+    """The explanation of an all-reduce by a method."""
+    leaf = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    return dq.explain(leaf, N, method=small(method, topology=dq.Direct()), verbose=False)
+
+
+class Whole(methods.PlainMethod):
+    """Sends f32 as it is, and has no unit."""
+
+    def encode(self, values, noise):
+        return values
+
+    def decode(self, payload, size):
+        return payload
+
+
+@pytest.mark.parametrize("ask", [shaped, explained])
+@pytest.mark.parametrize(
+    ("unit", "text"),
+    [
+        (None, "Unitless has no unit.*a multiple of 4, such as unit=64"),
+        (64.0, r"Unitless.unit=64.0 is of type float.*pass an int that is a multiple of 4"),
+        ("64", "Unitless.unit='64' is of type str.*pass an int that is a multiple of 4"),
+        (0, "Unitless.unit=0 is not positive; pass a multiple of 4"),
+        (-64, "Unitless.unit=-64 is not positive; pass a multiple of 4"),
+    ],
+)
+def test_a_unit_is_a_positive_integer(ask, unit, text):
+    class Unitless(Whole):
+        pass
+
+    if unit is not None:
+        Unitless.unit = unit
+    with pytest.raises(ValueError, match=text):
+        ask(Unitless())
+
+
+def test_a_unit_may_be_an_integer_of_numpy():
+    class Scalar(Whole):
+        unit = np.int16(64)
+
+    assert shaped(Scalar()) == (N, 1000)
+    # Chunks of 256 coordinates: a product of so many would not fit int16.
+    assert explained(Scalar()).wire_bytes == 2 * (N - 1) * 256 * 4
+    layout = Scalar().layout(2**20, N, dq.Direct())
+    assert type(layout.chunk_size) is int
+    assert layout.padded_size == 2**20
+
+
+@pytest.mark.parametrize("ask", [shaped, explained])
+@pytest.mark.parametrize("payload", [None, ()])
+def test_a_payload_without_arrays_is_refused(ask, payload):
+    class Empty(Whole):
+        unit = 64
+
+        def encode(self, values, noise):
+            return payload
+
+    text = rf"Empty.encode returned {re.escape(repr(payload))} for a chunk of 256 coordinates.*"
+    with pytest.raises(ValueError, match=text + "return the payload, a pytree of arrays"):
+        ask(Empty())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda values: values[:64], r"shape \(64,\)"),
+        (lambda values: values.reshape(-1, 64), r"shape \(4, 64\)"),
+        (lambda values: values[:1], r"shape \(1,\)"),
+        (lambda values: None, "None"),
+        (lambda values: (values, values), r"shape \(\(256,\), \(256,\)\)"),
+    ],
+)
+def test_a_decoded_chunk_has_the_shape_of_the_chunk(wrong, told):
+    class Bent(Whole):
+        unit = 64
+
+        def decode(self, payload, size):
+            return wrong(payload)
+
+    text = rf"Bent.decode returned {told} for a chunk of 256 coordinates; .*of shape \(256,\)"
+    with pytest.raises(ValueError, match=text):
+        shaped(Bent())
+
+
+@pytest.mark.parametrize("name", ["auto", "explicit"])
+def test_training_passes_on_what_a_quantiser_is_told(name):
+    """No way takes a refusal of the class for one of JAX's, and sums natively instead."""
+
+    class Bent(Whole):
+        unit = 64
+
+        def decode(self, payload, size):
+            return payload[:64]
+
+    mesh = auto_mesh(N) if name == "auto" else jax.make_mesh((N,), ("data",))
+    place = lambda x, spec: jax.device_put(x, jax.NamedSharding(mesh, spec))
+    w, x = place(jnp.ones((64, 64)), jax.P()), place(jnp.ones((N, 64)), jax.P("data"))
+    method = small(Bent(), topology=dq.Direct())
+    loss = lambda w, x: jnp.mean((x @ w) ** 2)
+    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method)
+    with pytest.raises(ValueError, match=r"Bent.decode returned shape \(64,\)"):
+        jax.jit(grad_fn).lower(w, x)
 
 
 def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch):

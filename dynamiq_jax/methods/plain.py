@@ -124,6 +124,59 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
     return lax.scan(add, total, numbered, unroll=min(k, 16))[0]
 
 
+def _unit_of(method: "PlainMethod") -> int:
+    """``method.unit`` as an int; refuses what is missing, no integer or not positive."""
+    name, such = type(method).__name__, "such as unit=64"
+    try:
+        unit = method.unit
+    except AttributeError as error:
+        raise ValueError(
+            f"{name} has no unit; give the class the number of coordinates of which its chunks "
+            f"are multiples, a multiple of 4, {such}"
+        ) from error
+    try:
+        number = operator.index(unit)
+    except TypeError:
+        kind = type(unit).__name__
+        raise ValueError(
+            f"{name}.unit={unit!r} is of type {kind}, and counts coordinates; pass an int that "
+            f"is a multiple of 4, {such}"
+        ) from None
+    if number < 1:
+        raise ValueError(f"{name}.unit={number} is not positive; pass a multiple of 4, {such}")
+    return number
+
+
+def _with_arrays(payload: Payload, method: "PlainMethod", chunk_size: int) -> Payload:
+    """The payload of a chunk of so many coordinates; refuses one without arrays."""
+    if not jax.tree.leaves(payload):
+        raise ValueError(
+            f"{type(method).__name__}.encode returned {payload!r} for a chunk of {chunk_size} "
+            "coordinates, which has no arrays; return the payload, a pytree of arrays"
+        )
+    return payload
+
+
+def _checked(codec: PlainCodec, method: "PlainMethod", chunk_size: int) -> PlainCodec:
+    """The codec; refuses payloads without arrays, and decoded chunks of another shape."""
+
+    def encode(values: Array, chunk: Array, slot: Array | int) -> Payload:
+        return _with_arrays(codec.encode(values, chunk, slot), method, chunk_size)
+
+    def decode(payload: Payload, chunk: Array) -> Array:
+        values = codec.decode(payload, chunk)
+        found = jax.tree.map(jnp.shape, values)
+        if found != (chunk_size,):
+            told = "None" if values is None else f"shape {found}"
+            raise ValueError(
+                f"{type(method).__name__}.decode returned {told} for a chunk of {chunk_size} "
+                f"coordinates; return its values, of shape {(chunk_size,)}"
+            )
+        return values
+
+    return codec._replace(encode=encode, decode=decode)
+
+
 class PlainMethod(HopMethod):
     """The base of quantisers: methods that encode chunks by themselves.
 
@@ -136,7 +189,7 @@ class PlainMethod(HopMethod):
     shards: ClassVar[bool] = True
 
     unit: Any
-    """Coordinates of which chunks are multiples, an int; itself a multiple of 4."""
+    """Coordinates of which chunks are multiples, an integer (also NumPy's); a multiple of 4."""
 
     def encode(self, values: Float[Array, " m"], noise: UInt32[Array, " m"]) -> Payload:
         """A chunk's payload: a pytree of arrays, of the same shapes for all chunks of m.
@@ -145,6 +198,9 @@ class PlainMethod(HopMethod):
           values: f32[m], the coordinates to send; m is a multiple of ``unit``.
           noise: uint32[m], uniform words for stochastic rounding, new for each encoding. They
             depend on the caller's key alone, and are the same in every step without one.
+
+        Returns:
+          The payload, with one array at least; otherwise the library raises ValueError.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has neither encode and decode nor operations; write "
@@ -152,7 +208,10 @@ class PlainMethod(HopMethod):
         )
 
     def decode(self, payload: Payload, size: int) -> Float[Array, " m"]:
-        """The f32[size] values of the payload of a chunk of ``size`` coordinates."""
+        """The f32[size] values of the payload of a chunk of ``size`` coordinates.
+
+        The library raises ValueError where they have another shape.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} has encode and no decode; write decode(self, payload, size)"
         )
@@ -165,10 +224,11 @@ class PlainMethod(HopMethod):
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
         """The gradient in units in which values are added up, perhaps padded, and their codec."""
-        if self.unit % 4:
+        unit = _unit_of(self)
+        if unit % 4:
             raise ValueError(
-                f"{type(self).__name__}.unit={self.unit} is not a multiple of 4, and one word of "
-                f"noise serves 4 coordinates; pass unit={-(-self.unit // 4) * 4}"
+                f"{type(self).__name__}.unit={unit} is not a multiple of 4, and one word of "
+                f"noise serves 4 coordinates; pass unit={-(-unit // 4) * 4}"
             )
         words, size = chunk_noise(shared, call.n_slots, layout), layout.chunk_size
 
@@ -184,7 +244,8 @@ class PlainMethod(HopMethod):
         """Bits of the payload of a chunk, from the shapes that `encode` returns."""
         values = jax.ShapeDtypeStruct((chunk_size,), jnp.float32)
         noise = jax.ShapeDtypeStruct((chunk_size,), jnp.uint32)
-        parts = jax.tree.leaves(jax.eval_shape(self.encode, values, noise))
+        payload = jax.eval_shape(self.encode, values, noise)
+        parts = jax.tree.leaves(_with_arrays(payload, self, chunk_size))
         return sum(8 * part.size * part.dtype.itemsize for part in parts)
 
     def agreed_bits(self, size: int) -> int:
@@ -193,10 +254,10 @@ class PlainMethod(HopMethod):
 
     def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
         """Equal chunks, each of whole units."""
-        streams = topology.chunks_per_worker(size)
-        units = max(1, -(-size // (n_workers * streams * self.unit)))
+        streams, unit = topology.chunks_per_worker(size), _unit_of(self)
+        units = max(1, -(-size // (n_workers * streams * unit)))
         sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}
-        return ChunkLayout(**sizes, chunk_size=units * self.unit)
+        return ChunkLayout(**sizes, chunk_size=units * unit)
 
     def share(self, message: Message, layout: ChunkLayout, call: Call) -> Shared:
         """The seed of the rounding."""
@@ -208,6 +269,7 @@ class PlainMethod(HopMethod):
         """See `HopMethod`; results are [C, m]."""
         own, codec = self.operations(x, shared, layout, call)
         own = jnp.pad(own, (0, layout.padded_size - own.shape[0])).reshape(layout.chunks, -1)
+        codec = _checked(codec, self, own.shape[1])
         decoded = jax.vmap(codec.decode)
         restored = jax.vmap(codec.restore) if codec.restore else lambda values, chunks: values
 
