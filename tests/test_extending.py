@@ -21,12 +21,13 @@ from workers import auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import methods
+from dynamiq_jax.comparators import lanes
 from dynamiq_jax.methods import base
 from dynamiq_jax.methods.metrics import vnmse
 
 ROOT = Path(__file__).parent.parent
 N, KEY = 4, jax.random.key(3)
-CLASS, USE = blocks("docs/extending.md")
+CLASS, USE, TRAINING = blocks("docs/extending.md")
 
 
 @cache
@@ -34,7 +35,7 @@ def page():
     """The variables of the page's blocks."""
     module = ModuleType("extending")
     sys.modules["extending"] = module  # dataclasses look their module up
-    exec(compile(CLASS + USE, "docs/extending.md", "exec"), vars(module))
+    exec(compile(CLASS + USE + TRAINING, "docs/extending.md", "exec"), vars(module))
     return module
 
 
@@ -52,16 +53,69 @@ def shares() -> np.ndarray:
 
 def test_the_collectives_of_the_page():
     x = shares()
-    run = jax.jit(jax.vmap(page().in_a_map, (0, None), axis_name="data"))
-    total, own, whole, sent = jax.device_get(run(x, KEY))
+    run = jax.jit(jax.vmap(page().collectives, (0, None), axis_name="data"))
+    total, part, gathered, exchanged = jax.device_get(run(x, KEY))
     exact = x.sum(0)
-    for found in total, whole:
+    for found in total, gathered:
         assert all(np.array_equal(found[0], other) for other in found[1:])
     # Each row by itself: a row in another's place or in its scale would be far off.
     turned = x.swapaxes(0, 1)
-    for found, right in ((total[0], exact), (own, exact), (whole[0], own), (sent, turned)):
+    for found, right in (
+        (total[0], exact), (part, exact), (gathered[0], part), (exchanged, turned),
+    ):  # fmt: skip
         errors = np.sum((found - right) ** 2, -1) / np.sum(right**2, -1)
         assert np.all(errors > 1e-6) and np.all(errors < 2e-3), errors
+
+
+def test_the_trainings_of_the_page():
+    """Each way's gradient is near the exact one; SGD of rate 1 takes masters this far."""
+    told, mesh, spec = page(), auto_mesh(N), jax.P("data")
+    draw = lambda *shape: np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+    params, x = {"up": draw(64, 128) / 8, "down": draw(128, 64) / 11}, draw(16, 64)
+    exact = jax.grad(told.loss_fn)(params, x)
+    place = lambda tree, spec: jax.device_put(tree, jax.NamedSharding(mesh, spec))
+    whole, shards, rows = place(params, jax.P()), place(params, spec), place(x, spec)
+
+    def run(function, specs, out, *args):
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out))(*args)
+
+    state = dq.optax.init(told.optimizer, whole, mesh)
+    of_state = dq.optax.state_specs(state)
+    specs = jax.P(), of_state, spec
+    _, state = run(told.sharded_update, specs, (jax.P(), of_state), whole, state, rows)
+    for grads in (
+        run(told.data_parallel, (jax.P(), spec, jax.P()), jax.P(), whole, rows, KEY),
+        jax.tree.map(lambda w, new: w - new, params, state.masters),
+        run(told.fsdp, (spec, spec, jax.P()), spec, shards, rows, KEY),
+    ):
+        assert 1e-6 < float(vnmse(grads, exact)) < 2e-3
+
+
+def test_small_arrays_travel_as_the_page_says():
+    """At the limits of the page, and one coordinate below."""
+    text = (ROOT / "docs" / "extending.md").read_text()
+    (leaf,) = re.findall(r"`min_leaf_size` \((\d+) coordinates\)", text)
+    (bucket,) = re.findall(r"`min_bucket_size` \((\d+) coordinates\)", text)
+
+    def compressed(size: str, less: int, **limits) -> bool:
+        x = jax.ShapeDtypeStruct((int(size) - less,), jnp.float32)
+        method = dq.Compression(page().Int8(), topology=dq.Direct(), **limits)
+        return dq.explain(x, N, method=method, verbose=False).rows[0].route == "compressed"
+
+    assert compressed(bucket, 0)
+    assert not compressed(bucket, 1)
+    assert compressed(leaf, 0, min_bucket_bytes=0)
+    assert not compressed(leaf, 1, min_bucket_bytes=0)
+    assert compressed(leaf, 1, min_bucket_bytes=0, min_leaf_size=0)
+
+
+def test_four_bits_are_packed_and_unpacked_as_the_page_says():
+    codes = jnp.arange(64, dtype=jnp.uint32) % 16
+    words = lanes.pack_bits(codes, 4)
+    assert (words.shape, words.dtype) == ((8,), jnp.uint32)
+    found = lanes.unpack_bits(words, 64, 4)
+    assert found.dtype == jnp.uint32
+    np.testing.assert_array_equal(found, codes)
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
