@@ -49,24 +49,40 @@ def value_and_grad(
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` for data-parallel steps, with a compressed sum of gradients.
+    """`nnx.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
-    The loss takes modules among its arguments, positional or by keyword. All their arrays are whole
-    on every worker, variables or not, and arrays among the other arguments are the batch. What the
-    loss changes of its modules, such as batch statistics and counters of random streams, is written
-    back.
+    Gradients are reduced over the data axes, compressed. The loss takes modules among its
+    arguments, positional or by keyword. All their arrays are whole on every worker, variables or
+    not, and arrays among the other arguments are the batch. What the loss changes of its modules,
+    such as batch statistics and counters of random streams, is written back.
 
-    On Auto axes every worker runs the loss on its own examples, and the loss is a mean over these.
+    On Explicit axes the loss is that of the global batch. On Auto axes every worker runs the loss
+    on its own examples, and the loss is a mean over these.
     A changed state has to be the same on all workers there: what parameters alone say is, as in an
     `nnx.WeightNorm`, and `nnx.BatchNorm` needs its ``axis_name``.
     Every worker folds its number into the keys of random streams.
 
-    All arguments are those of `dynamiq_jax.value_and_grad`, but for ``argnums``: numbers stand for
-    all `nnx.Param` of a module, and `nnx.DiffState` for variables that pass a filter, such as
-    `nnx.LoRAParam`. ``weight`` takes the arguments of ``loss_fn``. ``batch_specs`` is of the
-    arguments that ``argnums`` does not select, with `None` for modules among them. If one module is
-    passed several times, its gradients are in the state of the first argument that ``argnums``
-    selects.
+    If one module is passed several times, its gradients are in the state of the first argument that
+    ``argnums`` selects.
+
+    Args:
+      loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``, of
+        modules and a batch.
+      axis_name: as for `dynamiq_jax.value_and_grad`.
+      argnums: which positional arguments are differentiated. A number stands for all `nnx.Param` of
+        a module, and `nnx.DiffState` for its variables that pass a filter, such as `nnx.LoRAParam`.
+      has_aux: as for `dynamiq_jax.value_and_grad`.
+      method: as for `dynamiq_jax.psum`.
+      mesh: as for `dynamiq_jax.value_and_grad`.
+      metrics: as for `dynamiq_jax.value_and_grad`.
+      op: as for `dynamiq_jax.value_and_grad`.
+      reduce: as for `dynamiq_jax.value_and_grad`.
+      gather: as for `dynamiq_jax.value_and_grad`.
+      specs: as for `dynamiq_jax.value_and_grad`.
+      batch_specs: as for `dynamiq_jax.value_and_grad`, for the arguments that ``argnums`` does not
+        select; `None` stands for a module among them.
+      weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
+      aux: as for `dynamiq_jax.value_and_grad`.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to

@@ -1,5 +1,6 @@
 """Pages agree with files: figures, names, commands, and where the site has them."""
 
+import inspect
 import json
 import pkgutil
 import re
@@ -58,6 +59,42 @@ def test_the_reference_has_every_public_name_once():
     page = (ROOT / "docs" / "api.md").read_text()
     names = re.findall(r"^::: dynamiq_jax\.(\w+)$", page, re.MULTILINE)
     assert sorted(names) == sorted([*dq.__all__, "optax"])
+
+
+PUBLIC = {
+    f"{module.__name__}.{name}": getattr(module, name)
+    for module in (dq, dq.optax, dq.nnx)
+    for name in module.__all__
+    if inspect.isfunction(getattr(module, name))
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_docstrings_have_every_argument_and_the_result(name):
+    text = inspect.getdoc(PUBLIC[name]) or ""
+    arguments = text.partition("\nArgs:\n")[2].partition("\n\n")[0]
+    listed = re.findall(r"^  (\w+): ", arguments, re.MULTILINE)
+    assert listed == list(inspect.signature(PUBLIC[name]).parameters)
+    assert "\nReturns:\n  " in text
+    if "optax" not in name:
+        assert "\nRaises:\n  " in text
+
+
+GRADIENTS = ["value_and_grad", "nnx.value_and_grad", "sequential", "reduce_in_backward"]
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_the_first_sentence_says_whose_loss_it_is(name):
+    first = inspect.getdoc(PUBLIC[f"dynamiq_jax.{name}"]).splitlines()[0].lower()
+    assert "worker's" in first
+    assert "global batch's" in first or name == "sequential"  # which runs in maps alone
+
+
+def test_the_reference_has_what_optax_exports():
+    page = (ROOT / "docs" / "api.md").read_text()
+    (members,) = re.findall(r"^::: dynamiq_jax\.optax\n.*?members: \[(.*?)\]", page, re.M | re.S)
+    alone = re.findall(r"^::: dynamiq_jax\.optax\.(?:sharded\.)?(\w+)$", page, re.MULTILINE)
+    assert sorted(members.split(", ") + alone) == sorted(dq.optax.__all__)
 
 
 @pytest.mark.parametrize("kind", ["*.md", "*.py"])

@@ -98,9 +98,30 @@ def pmean(
     specs: Any = None,
     weight: Array | float | None = None,
 ) -> Any:
-    """Averages every leaf over the mapped axis, compressed.
+    """Averages every leaf over the mapped axis, compressed; replaces `jax.lax.pmean`.
 
-    See `psum` for everything but ``weight``, and `reduce` for that.
+    It runs inside of maps, and all that `psum` says of bits, keys and leaves holds.
+
+    Args:
+      x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and shape.
+        Small ones and other dtypes are averaged exactly, by `jax.lax.pmean`'s rules.
+      axis_name: as for `psum`.
+      method: as for `psum`.
+      topology: as for `psum`.
+      key: as for `psum`.
+      axis_index_groups: as for `psum`; each group averages for itself.
+      specs: as for `psum`.
+      weight: how much this worker counts, as for `reduce`: a scalar, such as its number of tokens.
+
+    Returns:
+      A tree like ``x``, with the same bits on all workers. With a ``weight`` it is the weighted
+      mean.
+
+    Raises:
+      ValueError: as for `psum`; a ``weight`` is not a scalar, or is for leaves of integers; or the
+        call is outside of maps, where `psum` adds up what is a mean already.
+      NameError: as for `psum`.
+      NotImplementedError: as for `psum`.
     """
     axis = check_axis(axis_name, axis_index_groups)
     total = Sum(axis, as_compression(method, topology), "mean", specs=specs)

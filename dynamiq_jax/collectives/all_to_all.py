@@ -83,6 +83,9 @@ def all_to_all(
       key: as for `psum`. The backward pass rounds by other noise of the same key. Without a key
         the noise of `DynamiQ` is a hash of each worker's data.
 
+    Returns:
+      A tree like ``x``, of the blocks that this worker received, in the leaf's dtype.
+
     Raises:
       ValueError: a leaf's dimension does not divide or does not exist, or an argument is malformed.
       NameError: ``axis_name`` is not mapped.

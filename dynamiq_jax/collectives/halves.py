@@ -71,6 +71,9 @@ def psum_scatter(
       key: as for `psum`.
       axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
 
+    Returns:
+      A tree like ``x``, of this worker's own slice of every sum, in the leaf's dtype.
+
     Raises:
       ValueError: a leaf's dimension does not divide, a leaf that would be compressed does not vary
         over the axis, or an argument is malformed.
@@ -248,6 +251,9 @@ def all_gather(
       method: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
+
+    Returns:
+      A tree like ``x``, of gathered leaves in their dtypes, with the same bits on all workers.
 
     Raises:
       ValueError: a leaf does not have the axis, or an argument is malformed.

@@ -70,8 +70,20 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
 
     In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
     and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
-    `XLA_FLAGS` has the same effect. Arguments are those of `jax.jit`; ``compiler_options`` are
-    added to ours.
+    `XLA_FLAGS` has the same effect.
+
+    Args:
+      function: what `jax.jit` takes: a function of pytrees of arrays.
+      options: keyword arguments of `jax.jit`, such as ``donate_argnums``. Entries of
+        ``compiler_options`` (a dict) are added to ours, and win over them.
+
+    Returns:
+      The compiled function, with the attributes of what `jax.jit` returns (``lower``, ``trace``,
+      ``clear_cache``, ...). At its first call it asks JAX for devices.
+
+    Raises:
+      TypeError: `jax.jit` does not know an option, or ``function`` cannot be called.
+      ValueError: an option does not fit ``function``, such as a ``static_argnums`` that it has not.
     """
     given = options.pop("compiler_options", None) or {}
     jax.jit(function, **options)  # refuses wrong options here, not at the first call

@@ -50,6 +50,10 @@ def all_reduce(
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
+
+    Returns:
+      A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a
+      new `AllReduceState`. It has no use for ``params``.
     """
     axis, compression = check_axis(axis_name), as_compression(method)
 

@@ -167,6 +167,10 @@ def sharded(
         time if they differ. 0: never.
       deferred: whether differences travel at the top of the next step.
 
+    Returns:
+      A transformation whose ``update(grads, state, params)`` returns updates, a tree like
+      ``params``, and a new `ShardedState`.
+
     Raises:
       ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
         mixes coordinates or depends on their place, a method has memory, gradients are unreduced
@@ -630,6 +634,9 @@ def set_masters(opt_state: Any, params: Any) -> Any:
     Args:
       opt_state: a state that has that of `sharded` in it, at any depth; inside of a map, or not.
       params: the parameters as `update` takes them: whole, in any floating-point type.
+
+    Returns:
+      A state like ``opt_state``, with f32 masters.
 
     Raises:
       ValueError: there is no state of `sharded`, or the parameters have another structure or other

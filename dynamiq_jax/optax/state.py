@@ -90,6 +90,12 @@ def state_specs(opt_state: Tree) -> Tree:
 
     Leaves of `PerWorker` get ``P(axis_name)``, those of `sharded` the specs of their arrays, and
     all others ``P()``.
+
+    Args:
+      opt_state: the state, or its shapes (`jax.ShapeDtypeStruct`s).
+
+    Returns:
+      A tree like ``opt_state``, of specs.
     """
     return _specs(opt_state)
 
@@ -113,6 +119,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         ``orbax.checkpoint`` gives where it is not told the type of the tree.
       fresh: `init` of the same optimizer and parameters for the new workers; its leaves say where
         those of the result are.
+
+    Returns:
+      A state like ``fresh``, with its shardings and dtypes.
 
     Raises:
       ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is not one

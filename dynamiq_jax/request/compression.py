@@ -400,7 +400,27 @@ def explain(
     specs: Any = None,
     rate: str | None = None,
 ) -> Explanation:
-    """Explains `psum` of ``tree`` with these arguments: see `Compression.explain`."""
+    """Explains `psum` of ``tree`` with these arguments; prints a table unless told not to.
+
+    Args:
+      tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`; nothing is
+        computed.
+      n_workers: the size of the axis, or of every axis, the outermost first.
+      method: as for `psum`.
+      topology: as for `psum`.
+      verbose: whether to print the table.
+      mesh: the mesh that ``specs`` are of, as for `Compression.explain`.
+      specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
+      rate: of a host's link in each direction, such as "25gbit" (a text). The explanation then has
+        the wire's times, in ms, as for `Compression.explain`.
+
+    Returns:
+      The route, the bytes and the bits per coordinate of every leaf, and their totals for one
+      worker.
+
+    Raises:
+      ValueError: an argument is not understood, or the method does not serve so many workers.
+    """
     options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
     return as_compression(method, topology).explain(tree, n_workers, **options)
 

@@ -30,7 +30,9 @@ def reduce_in_backward(
     gather: Compression | Method | ByPath | None = None,
     copies: Any = None,
 ) -> Any:
-    """Gathers parameters that are shards; gradients are reduced, compressed, on their way back.
+    """Reduces gradients in a worker's loss (in maps) or in the global batch's (outside of maps).
+
+    Parameters that are shards are gathered on the way forward. Both travel compressed.
 
     It stands in the loss, where parameters are used. Replicated parameters are returned as they
     are, cast to varying, and the derivative is `dq.reduce`. So `jax.grad` of such a loss gives

@@ -59,7 +59,10 @@ def sequential(
     pending: Pending | None = None,
     reshard_after_forward: bool = True,
 ) -> Any:
-    """Functions one after another; each one's gradients are reduced beside the backward pass.
+    """One worker's loss as functions in a row; gradients are reduced beside the backward pass.
+
+    It runs inside of maps, on Auto and on Explicit axes: the functions take this worker's examples,
+    and the last one returns a mean over these (a sum with ``op="sum"``), not averaged over workers.
 
     ``x = f(p, x)`` for every function and its parameters, and the last ``x`` is returned. In the
     backward pass the gradients of a function are reduced, compressed, while the backward pass of

@@ -41,7 +41,11 @@ def value_and_grad(
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
 ) -> Callable[..., Any]:
-    """`jax.value_and_grad`, compressed; on Auto axes of a mean over this worker's examples.
+    """`jax.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
+
+    Gradients are reduced over the data axes, compressed. On a mesh of Explicit axes ``loss_fn``
+    takes the global batch and returns its loss. On a mesh of Auto axes it takes one worker's
+    examples and returns a mean over these; what comes back is the mean over all workers.
 
     On Auto axes arrays among the loss's arguments are split over workers along their leading axis,
     if ``batch_specs`` does not say otherwise. Inside of `jax.jit` their shardings cannot be seen:
