@@ -32,7 +32,8 @@ NAMES = [
     "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm", "explicit",
     "meshes", "constraints", "several hosts", "scan",
     "fsdp", "fsdp state", "sequential", "scattered", "deferred",
-    "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "metrics",
+    "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
+    "by step switch", "metrics",
 ]  # fmt: skip
 
 
@@ -263,6 +264,22 @@ def of_statistics(found):
     return near and np.isclose(value, expected[0], rtol=1e-4)
 
 
+def of_steps(found, step=None):
+    """Gradients of steps before and after the changes: bf16's, and those of 5 and of 4 bits."""
+    params, batch, schedule = found["params"], found["batches"][0], found["schedule"]
+    expected = jax.grad(found["loss_fn"])(params, batch)
+    run = step or (lambda number: found["step"](params, batch, method=schedule(number))[0])
+    moved = [jax.tree.map(lambda p, new: p - new, params, run(n)) for n in (3, 4, 7, 8)]
+    errors = [float(vnmse(jax.tree.map(lambda x: 10 * x, m), expected)) for m in moved]
+    return errors[0] < 1e-3 < errors[1] == errors[2] < errors[3] < 0.2
+
+
+def of_switched_steps(found):
+    """As `of_steps`, by the number as an array."""
+    run = found["switched_step"]
+    return of_steps(found, lambda n: run(found["params"], found["batches"][0], np.int32(n))[0])
+
+
 PRINTED = [
     (["auto"], r"loss 0\.\d{3} of \d\d tokens, 64 rows\n",
      lambda found: int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())),
@@ -296,7 +313,10 @@ PRINTED = [
     (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",
      lambda found: finite(found["grads"]["hidden"]["kernel"])),
     (["metrics"], "", of_metrics),
-    (["by step"], r"loss 0\.\d{3}, 3 programs\n", None),
+    (["by step"], r"loss 0\.\d{3}, 3 programs\n", of_steps),
+    (["by step", "by step optax"], r"\n12 updates by 3 programs\n",
+     lambda found: alike(found["trained"])),
+    (["by step", "by step switch"], r"\nloss 0\.\d{3}, 1 program\n", of_switched_steps),
 ]  # fmt: skip
 """Recipes with those that they continue, what they print, and what holds of their variables."""
 
