@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -254,6 +255,42 @@ def test_a_state_of_an_earlier_version_is_restored_or_goes_on_as_it_is(tmp_path)
     _, as_it_is = own(params, earlier, batches[0])
     assert as_it_is[0].norm is None and as_it_is[0].skipped_in_a_row is None
     assert_same_bits(as_it_is[0].masters, goes_on[0].masters)
+
+
+def test_steps_that_are_skipped_in_a_row_are_warned_of(recwarn):
+    """From the number on that is given, in a state at any depth; the largest number counts."""
+    params, batches = problem()
+    optimizer = optax.chain(optax.identity(), make("sgd"))
+    state, step = start(optimizer, params)
+    bad = np.full((32, 16), np.nan, np.float32)
+    told = []
+    for x in (batches[0], bad, bad, bad):
+        params, state = step(params, state, x)
+        found = dq.optax.warn_of_skipped({"of": [state, state]})
+        told.append((found, [str(warning.message) for warning in recwarn]))
+    assert [found for found, _ in told] == [0, 1, 2, 3]
+    *before, (_, (message,)) = told
+    assert not any(messages for _, messages in before)
+    assert re.match(
+        r"the last 3 steps were skipped, .*is nan\).*learning rate, pass max_norm", message
+    )
+    assert recwarn[0].category is UserWarning
+    one = dataclasses.replace(state[1], skipped_in_a_row=jnp.int32(5))
+    pmapped = jax.tree.map(lambda x: np.stack([x] * N), jax.device_get(one))
+    for states in ((state, one), pmapped):
+        with pytest.warns(UserWarning, match="the last 5 steps"):
+            assert dq.optax.warn_of_skipped(states, in_a_row=5) == 5
+    with_none = dataclasses.replace(one, norm=None, skipped_in_a_row=None)
+    for words, call, *args in (
+        ("in_a_row=0 must be at least 1", partial(dq.optax.warn_of_skipped, in_a_row=0), state),
+        ("while JAX traces", jax.jit(dq.optax.warn_of_skipped), state),
+        ("has no state of dq.optax.sharded", dq.optax.warn_of_skipped, state[:1]),
+        ("an earlier version has made it", dq.optax.warn_of_skipped, with_none),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*args)
+    dq.optax.warn_of_skipped(one, in_a_row=6)
+    assert len(recwarn) == 1
 
 
 def test_every_step_has_noise_of_its_own(compressed):

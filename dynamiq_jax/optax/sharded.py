@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import Tracer
@@ -661,6 +662,56 @@ def set_masters(opt_state: Any, params: Any) -> Any:
         return _with_masters(part, params) if is_part(part) else part
 
     return jax.tree.map(one, opt_state, is_leaf=is_part)
+
+
+def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
+    """Warns if `sharded` has skipped the last steps, since their gradients were not finite.
+
+    Call it outside of `jax.jit`, on any process or on all. It waits for the step that returned
+    ``opt_state``: where a trainer reads the loss it costs nothing.
+
+    Args:
+      opt_state: a state that has that of `sharded` in it, at any depth, once or more often.
+      in_a_row: so many skipped steps, one after the other, are worth a `UserWarning`; at least 1.
+
+    Returns:
+      How many of the last steps were skipped one after the other, 0 if the last one was not. Of
+      several states of `sharded` it is the largest number.
+
+    Raises:
+      ValueError: ``in_a_row`` is below 1, JAX traces the call, there is no state of `sharded`, or
+        an earlier version has made it.
+    """
+    if in_a_row < 1:
+        raise ValueError(f"in_a_row={in_a_row} must be at least 1")
+    counts = [(state.skipped_in_a_row, state.norm) for state in _states(opt_state)]
+    leaves = jax.tree.leaves(counts)
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise ValueError(
+            "warn_of_skipped needs the numbers in opt_state, and was called while JAX traces a "
+            "function; call it with the state that the compiled step returns. Inside of the step "
+            "opt_state.skipped_in_a_row is the number"
+        )
+    if len(leaves) < 2 * len(counts):
+        raise ValueError(
+            "opt_state does not count skipped steps in a row: an earlier version has made it; "
+            "pass it through dq.optax.restore_state"
+        )
+    found, norm = max((int(_value(count)), float(_value(norm))) for count, norm in counts)
+    if found >= in_a_row:
+        warnings.warn(
+            f"the last {found} steps were skipped, since their gradients were not finite (the "
+            f"norm of the last one is {norm}), and parameters stay as they are. Lower the learning "
+            "rate, pass max_norm= to dq.optax.sharded, and look at the loss: it may be infinite or "
+            "NaN for all parameters",
+            stacklevel=2,
+        )
+    return found
+
+
+def _value(x: Any) -> Any:
+    """A number that all workers have, which `jax.pmap` and `jax.vmap` repeat."""
+    return np.ravel(x.addressable_data(0) if isinstance(x, Array) else x)[0]
 
 
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:
