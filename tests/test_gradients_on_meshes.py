@@ -116,6 +116,61 @@ def test_gradients_are_those_of_the_whole_batch_and_sharded_as_parameters(kind, 
         assert_as_plain(f(*args), args[0])
 
 
+def with_integers(params, x):
+    """`model` with signs, booleans and a number among its parameters."""
+    floats = {name: params[name] for name in ("up", "bias", "down", "scale")}
+    signs = params["signs"].astype(jnp.float32) * params["kept"].astype(jnp.float32)
+    return params["times"] * model(floats, x * signs[None])
+
+
+@pytest.mark.parametrize(("kind", "name"), daily(itertools.product(KINDS, LAYOUTS), EACH))
+def test_integers_among_parameters_have_no_gradient(kind, name):
+    """As `jax.value_and_grad` has them; sharded as other parameters are, too."""
+    layout = LAYOUTS[name]
+    params, x = layout.placed(kind)
+    width = x.shape[1]
+    signs, kept = np.resize(np.int8([1, -1, 2]), width), np.resize([True, True, False], width)
+    split = P(params["down"].sharding.spec[1])
+    added = put({"signs": signs, "kept": kept}, layout.make(kind), split)
+    whole = network()[0] | {"signs": signs, "kept": kept, "times": 3}
+    plain = jax.value_and_grad(with_integers, allow_int=True)
+    right = jax.device_get(plain(whole, jax.device_get(x)))
+    params |= added | {"times": 3}
+    specs = {name: P() for name in params} | layout.specs | {"signs": split, "kept": split}
+    told = {"specs": specs} if kind == "automatic" else {}
+    common = {"mesh": layout.make(kind), "axis_name": layout.data, "method": METHODS[kind]}
+    found = dq.value_and_grad(with_integers, allow_int=True, **common | told)
+    for f in (found, jax.jit(found)):
+        value, grads = f(params, x)
+        zeros = {name: grads.pop(name) for name in ("signs", "kept", "times")}
+        for name, zero in zeros.items():
+            assert (zero.dtype, zero.shape) == (jax.dtypes.float0, np.shape(params[name]))
+        assert_close((value, grads), (right[0], {k: right[1][k] for k in grads}), atol=1e-6)
+        assert_sharded_alike(grads, params)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_integers_stand_beside_states_and_what_has_no_gradient_is_refused(kind):
+    params, x = DATA.placed(kind)
+    integers = {"signs": jnp.ones(x.shape[1], jnp.int8), "kept": jnp.ones(x.shape[1], bool)}
+    params |= put(integers, DATA.make(kind)) | {"times": 1}
+    common = {"mesh": DATA.make(kind), "axis_name": "data"}
+    method = small(dq.ErrorFeedback(EIGHT.method), exclude="bias|scale")
+    state = method.init_state(params, 8, stacked=True)
+    f = dq.value_and_grad(with_integers, method=method, allow_int=True, metrics=True, **common)
+    (_, found) = f(params, x, state=state)
+    assert jax.tree.structure(found.tree) == jax.tree.structure(params)
+    assert found.tree["signs"].dtype == jax.dtypes.float0
+    assert float(found.metrics.vnmse) > 0 and np.any(jax.tree.leaves(found.state)[0])
+    loss = functools.partial(dq.value_and_grad, with_integers, method=method, **common)
+    with pytest.raises(TypeError, match=r"'kept'\] is bool.* or allow_int=True"):
+        loss()(params, x)
+    with pytest.raises(TypeError, match=r"'key'\] is key.* no gradient"):
+        loss(allow_int=True)(params | {"key": jax.random.key(0)}, x)
+    with pytest.raises(ValueError, match="reduce=False and allow_int=True"):
+        loss(allow_int=True, reduce=False)
+
+
 DATA = Layout({"data": 8}, "data", P())
 
 

@@ -88,6 +88,8 @@ def test_exact_differences_have_the_bits_of_the_order_of_before(dtype):
     assert_same_bits(dq.optax.gathered(behind, late), params)
     assert_same_bits(late.masters, state.masters)
     assert int(late.skipped) == int(state.skipped) == 1
+    assert np.isfinite(state.norm) and state.norm > 0
+    assert_same_bits((late.norm, late.skipped_in_a_row), (state.norm, np.int32(0)))
     # Until then the split leaves are as the last step has taken them.
     assert_same_bits(behind[0]["in"], had[-1][0]["in"])
     assert (np.asarray(behind[0]["in"]) != np.asarray(params[0]["in"])).any()

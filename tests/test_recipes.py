@@ -29,8 +29,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
-    "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm", "explicit",
-    "meshes", "constraints", "several hosts", "scan",
+    "health", "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm",
+    "explicit", "meshes", "constraints", "several hosts", "scan",
     "fsdp", "fsdp state", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
     "by step switch", "metrics",
@@ -288,8 +288,9 @@ PRINTED = [
     (["optax"], r"loss 0\.\d{3}, vNMSE \d\.\de-0\d\n", of_optax),
     (["optax", "accumulation"], r"\n3 reductions in 12 steps\n",
      lambda found: finite(found["trained"]["out"]["kernel"])),
-    (["optax", "sharded", "sharded jit"],
-     r"loss 0\.\d{3}, a worker updates \(32, 1024\), 0 skipped\n",
+    (["optax", "sharded", "health", "sharded jit"],
+     r"loss 0\.\d{3}, a worker updates \(32, 1024\), 0 skipped\n"
+     r"norm of the gradient \d+\.\d\d, 0 steps skipped in a row\n",
      lambda found: part(found["opt_state"].masters["out"]["kernel"]) == (128, 8)),
     (["nnx"], r"loss 0\.[0-4]\d*\n", None),
     (["linen"], r"loss 0\.[0-4]\d*\n", None),

@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 import sys
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -186,12 +187,110 @@ def test_a_step_that_is_not_finite_changes_nothing(compressed):
     (state, params, step), (_, batches) = compressed, problem()
     params, state = before = step(params, state, batches[0])
     kept = lambda params, state: jax.device_get((params, state.masters, state.inner))
+    assert np.isfinite(state.norm) and state.norm > 0
     for count, bad in enumerate([np.nan, np.inf, -np.inf], 1):
         x = batches[1].copy()
         x[9, 2] = bad  # worker 2's
         params, state = step(params, state, x)
         assert_same_bits(kept(params, state), kept(*before))
         assert (int(state.step), int(state.skipped)) == (1 + count, count)
+        assert int(state.skipped_in_a_row) == count and not np.isfinite(state.norm)
+    _, state = step(params, state, batches[1])
+    assert (int(state.skipped), int(state.skipped_in_a_row)) == (3, 0)
+    assert np.isfinite(state.norm)
+
+
+@pytest.mark.parametrize("axes", ["data", TWO_AXES], ids=["one axis", "two"])
+def test_the_state_tells_the_norm_of_the_mean_gradient_before_the_clip(axes):
+    """Of slices and of whole leaves; `max_norm` is less."""
+    params, batches = problem()
+    mesh = auto_mesh() if axes == "data" else mesh_of(2, 4, names=axes)
+    optimizer = make("sgd", axis_name=axes, max_norm=0.01)
+    first = dq.optax.init(optimizer, params, mesh)
+    assert (float(first.norm), int(first.skipped_in_a_row)) == (0, 0)
+    _, state = train(optimizer, params, batches[:1], mesh, axes)
+    right = optax.tree.norm(jax.grad(loss_fn)(params, batches[0]))
+    assert right > 0.01
+    np.testing.assert_allclose(state.norm, right, rtol=1e-5)
+    assert_copies_equal((state.norm, state.skipped_in_a_row))
+
+
+def test_states_are_donated_from_the_first_on():
+    """JAX refuses a buffer that is there twice."""
+    params, batches = problem()
+    optimizer = make("adamw")
+    _, step = start(optimizer, params)
+    with jax.set_mesh(auto_mesh()):
+        state = optimizer.init(params)  # operation by operation
+    shards = [x.addressable_shards[0].data for x in jax.tree.leaves(state)]
+    assert len({x.unsafe_buffer_pointer() for x in shards}) == len(shards)
+    step = jax.jit(step, donate_argnums=1)
+    for batch in batches[:2]:
+        before, (params, state) = state, step(params, state, batch)
+        assert before.skipped.is_deleted() and before.skipped_in_a_row.is_deleted()
+    assert int(state.step) == 2
+
+
+def test_a_state_of_an_earlier_version_is_restored_or_goes_on_as_it_is(tmp_path):
+    """Such a state has neither the norm nor the number of steps that were skipped in a row."""
+    params, batches = problem()
+    optimizer = optax.chain(make("sgd"), optax.identity())
+    fresh, step = start(optimizer, params)
+    params, state = step(params, fresh, np.full((32, 16), np.nan, np.float32))
+    lacks = dataclasses.replace(state[0], norm=None, skipped_in_a_row=None)
+    earlier = jax.device_get((lacks, *state[1:]))
+    for saved in (earlier, optax_steps.saved_and_restored(tmp_path, earlier)):
+        with pytest.warns(UserWarning) as caught:
+            restored, _ = dq.optax.restore_state(saved, fresh)
+        assert [str(warning.message) for warning in caught] == [
+            "opt_state: 0/norm was not saved and starts anew; "
+            "0/skipped_in_a_row was not saved and starts anew"
+        ]
+        assert (float(restored.norm), int(restored.skipped_in_a_row)) == (0, 0)
+        kept = dataclasses.replace(restored, norm=None, skipped_in_a_row=None)
+        assert_same_bits(kept, lacks)
+    assert int(restored.skipped) == 1
+    _, goes_on = start(optimizer, params)[1](params, (restored, *state[1:]), batches[0])
+    own = optax_steps.stepper(optimizer, earlier, optax_steps.of_batch(loss_fn), auto_mesh())
+    _, as_it_is = own(params, earlier, batches[0])
+    assert as_it_is[0].norm is None and as_it_is[0].skipped_in_a_row is None
+    assert_same_bits(as_it_is[0].masters, goes_on[0].masters)
+
+
+def test_steps_that_are_skipped_in_a_row_are_warned_of(recwarn):
+    """From the number on that is given, in a state at any depth; the largest number counts."""
+    params, batches = problem()
+    optimizer = optax.chain(optax.identity(), make("sgd"))
+    state, step = start(optimizer, params)
+    bad = np.full((32, 16), np.nan, np.float32)
+    told = []
+    for x in (batches[0], bad, bad, bad):
+        params, state = step(params, state, x)
+        found = dq.optax.warn_of_skipped({"of": [state, state]})
+        told.append((found, [str(warning.message) for warning in recwarn]))
+    assert [found for found, _ in told] == [0, 1, 2, 3]
+    *before, (_, (message,)) = told
+    assert not any(messages for _, messages in before)
+    assert re.match(
+        r"the last 3 steps were skipped, .*is nan\).*learning rate, pass max_norm", message
+    )
+    assert recwarn[0].category is UserWarning
+    one = dataclasses.replace(state[1], skipped_in_a_row=jnp.int32(5))
+    pmapped = jax.tree.map(lambda x: np.stack([x] * N), jax.device_get(one))
+    for states in ((state, one), pmapped):
+        with pytest.warns(UserWarning, match="the last 5 steps"):
+            assert dq.optax.warn_of_skipped(states, in_a_row=5) == 5
+    with_none = dataclasses.replace(one, norm=None, skipped_in_a_row=None)
+    for words, call, *args in (
+        ("in_a_row=0 must be at least 1", partial(dq.optax.warn_of_skipped, in_a_row=0), state),
+        ("while JAX traces", jax.jit(dq.optax.warn_of_skipped), state),
+        ("has no state of dq.optax.sharded", dq.optax.warn_of_skipped, state[:1]),
+        ("an earlier version has made it", dq.optax.warn_of_skipped, with_none),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call(*args)
+    dq.optax.warn_of_skipped(one, in_a_row=6)
+    assert len(recwarn) == 1
 
 
 def test_every_step_has_noise_of_its_own(compressed):
@@ -223,6 +322,10 @@ def test_outside_of_maps_on_explicit_axes():
         for x in batches[:3]:
             found, state = step(found, state, put(x, mesh, P("data")))
     assert_close(found, plain(RULES["adamw"], params, batches[:3], 0.5))
+    last = plain(RULES["adamw"], params, batches[:2], 0.5)
+    norm = optax.tree.norm(jax.grad(loss_fn)(last, batches[2]))
+    np.testing.assert_allclose(state.norm, norm, rtol=1e-4)
+    assert int(state.skipped_in_a_row) == 0
     assert state.masters["in"].sharding.spec == P("model", "data")
     assert state.inner[0].nu["out"].sharding.spec == P(None, ("model", "data"))
     assert_copies_equal(found)

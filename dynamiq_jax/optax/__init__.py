@@ -11,7 +11,7 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 """
 
 from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
-from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded
+from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded, warn_of_skipped
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
 
 __all__ = [
@@ -25,4 +25,5 @@ __all__ = [
     "set_masters",
     "sharded",
     "state_specs",
+    "warn_of_skipped",
 ]

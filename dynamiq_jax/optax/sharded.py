@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import Tracer
@@ -49,7 +50,10 @@ LAYERS = 256
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("step", "skipped", "masters", "inner", "gaps", "pending"),
+    data_fields=(
+        *("step", "skipped", "masters", "inner", "gaps", "pending"),
+        *("norm", "skipped_in_a_row"),
+    ),
     meta_fields=("splits",),
 )
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,14 @@ class ShardedState(Part):
         f32[n, L] for n workers and L leaves. The user has changed coordinates that are further off.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
       pending: with ``deferred=True`` the differences that the next step gathers, else `None`.
+      norm: the norm of the last update's mean gradient over all parameters, before the clip, f32;
+        infinite or NaN if that update was skipped, and 0 before the first.
+      skipped_in_a_row: how many of the last updates were skipped one after the other, int32; 0
+        after an update that was not. `None`, as ``norm``, in a state of an earlier version, which
+        goes on without them; `restore_state` adds them.
     """
+
+    later = "norm", "skipped_in_a_row"
 
     step: Any
     skipped: Any
@@ -77,14 +88,17 @@ class ShardedState(Part):
     gaps: PerWorker
     splits: tuple[P, ...]
     pending: Pending | None = None
+    norm: Any = None
+    skipped_in_a_row: Any = None
 
     def specs(self) -> "ShardedState":
         """See `Part`."""
         treedef = jax.tree.structure((self.masters, self.inner))
         masters, inner = treedef.unflatten(self.splits)
         told = {"masters": masters, "inner": inner, "gaps": self.gaps.specs()}
-        told["pending"] = jax.tree.map(lambda _: P(), self.pending)
-        return dataclasses.replace(self, step=P(), skipped=P(), **told)
+        alike = {"step", "skipped", "pending", *self.later}  # on all workers
+        told |= {name: jax.tree.map(lambda _: P(), getattr(self, name)) for name in alike}
+        return dataclasses.replace(self, **told)
 
 
 def sharded(
@@ -142,8 +156,8 @@ def sharded(
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
       Explicit axes, outside of maps, gradients are unreduced:
       ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``.
-    * A step whose gradient has an infinite or undefined norm changes nothing but ``step`` and
-      ``skipped`` of the state.
+    * A step whose gradient has an infinite or undefined norm changes nothing but ``step``,
+      ``skipped``, ``skipped_in_a_row`` and ``norm`` of the state.
     * Get the state from `init` of this module, which never holds all of it on one device. Its
       ``masters`` are the model in f32; parameters may be of any floating-point type of up to 32
       bits. `restore_state` takes the state to another number of workers.
@@ -211,7 +225,9 @@ def sharded(
             mesh = mesh_of(params)
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
         masters, state = treedef.unflatten(leaves)
-        zeros = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)  # two: states are donated
+        # An array for each, though all are zeros: states are donated.
+        step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+        norm = jnp.zeros((), jnp.float32)
         shape = 1 if inside else math.prod(sizes), len(placed)
         gaps = jnp.full(shape, jnp.inf, jnp.float32)  # nothing is known before the first update
         if inside:
@@ -222,7 +238,8 @@ def sharded(
         if deferred:
             pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), total)
         gaps = PerWorker(gaps, axis.name, renews=True)
-        return ShardedState(*zeros, masters, state, gaps, splits, pending)
+        told = gaps, splits, pending, norm, in_a_row
+        return ShardedState(step, skipped, masters, state, *told)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -449,7 +466,10 @@ class _Update(NamedTuple):
         after = jnp.where(finite, far, gaps)
         added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         skipped = state.skipped + (1 - finite.astype(jnp.int32))
-        told = masters, inner, state.gaps.after(after), state.splits, pending
+        in_a_row = state.skipped_in_a_row
+        in_a_row = None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1)
+        norm = None if state.norm is None else norm
+        told = masters, inner, state.gaps.after(after), state.splits, pending, norm, in_a_row
         return added, ShardedState(state.step + 1, skipped, *told)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
@@ -649,6 +669,56 @@ def set_masters(opt_state: Any, params: Any) -> Any:
         return _with_masters(part, params) if is_part(part) else part
 
     return jax.tree.map(one, opt_state, is_leaf=is_part)
+
+
+def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
+    """Warns if `sharded` has skipped the last steps, since their gradients were not finite.
+
+    Call it outside of `jax.jit`, on any process or on all. It waits for the step that returned
+    ``opt_state``: where a trainer reads the loss it costs nothing.
+
+    Args:
+      opt_state: a state that has that of `sharded` in it, at any depth, once or more often.
+      in_a_row: so many skipped steps, one after the other, are worth a `UserWarning`; at least 1.
+
+    Returns:
+      How many of the last steps were skipped one after the other, 0 if the last one was not. Of
+      several states of `sharded` it is the largest number.
+
+    Raises:
+      ValueError: ``in_a_row`` is below 1, JAX traces the call, there is no state of `sharded`, or
+        an earlier version has made it.
+    """
+    if in_a_row < 1:
+        raise ValueError(f"in_a_row={in_a_row} must be at least 1")
+    counts = [(state.skipped_in_a_row, state.norm) for state in _states(opt_state)]
+    leaves = jax.tree.leaves(counts)
+    if any(isinstance(x, Tracer) for x in leaves):
+        raise ValueError(
+            "warn_of_skipped needs the numbers in opt_state, and was called while JAX traces a "
+            "function; call it with the state that the compiled step returns. Inside of the step "
+            "opt_state.skipped_in_a_row is the number"
+        )
+    if len(leaves) < 2 * len(counts):
+        raise ValueError(
+            "opt_state does not count skipped steps in a row: an earlier version has made it; "
+            "pass it through dq.optax.restore_state"
+        )
+    found, norm = max((int(_value(count)), float(_value(norm))) for count, norm in counts)
+    if found >= in_a_row:
+        warnings.warn(
+            f"the last {found} steps were skipped, since their gradients were not finite (the "
+            f"norm of the last one is {norm}), and parameters stay as they are. Lower the learning "
+            "rate, pass max_norm= to dq.optax.sharded, and look at the loss: it may be infinite or "
+            "NaN for all parameters",
+            stacklevel=2,
+        )
+    return found
+
+
+def _value(x: Any) -> Any:
+    """A number that all workers have, which `jax.pmap` and `jax.vmap` repeat."""
+    return np.ravel(x.addressable_data(0) if isinstance(x, Array) else x)[0]
 
 
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:

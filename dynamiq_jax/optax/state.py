@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import warnings
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,14 @@ Tree = TypeVar("Tree")
 
 
 class Part:
-    """A part of an optimizer's state that says itself how it lies on a mesh."""
+    """A part of an optimizer's state that says itself how it lies on a mesh.
+
+    Attributes:
+      later: fields that the states of earlier versions do not have. `restore_state` starts them as
+        `init` does.
+    """
+
+    later: ClassVar[tuple[str, ...]] = ()
 
     def specs(self) -> Any:
         """A tree like the part, of PartitionSpecs."""
@@ -111,7 +118,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own. All that was saved finds its place, or
+    of methods start anew, since every worker had its own. So do fields that states of an earlier
+    version do not have, such as ``norm`` of `ShardedState`. All that was saved finds its place, or
     there is an error that names it.
 
     Args:
@@ -124,15 +132,15 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
       A state like ``fresh``, with its shardings and dtypes.
 
     Raises:
-      ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is not one
-        of `PerWorker`.
+      ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is neither
+        one of `PerWorker` nor a field that earlier versions do not have.
     """
     old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     parts, treedef = jax.tree_util.tree_flatten_with_path(
         fresh, is_leaf=lambda x: isinstance(x, PerWorker)
     )
     done: list[Any] = []
-    notes = []
+    notes, later = [], _later(fresh)
     for path, part in parts:
         leaves, inner = jax.tree_util.tree_flatten_with_path(part)
         names = [_name((*path, *within)) for within, _ in leaves]
@@ -142,6 +150,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         if all(same):
             pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
             values = [jax.device_put(x, like.sharding) for x, like in pairs]
+        elif then[0] is None and names[0] in later:
+            values = now
+            notes.append(f"{names[0]} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
             name, has = names[0], "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
@@ -178,6 +189,15 @@ def _check_places(saved: list[str], parts: list[tuple[tuple, Any]]) -> None:
             f"this optimizer's state of {len(places)}: {listed}; pass the optimizer and the "
             "parameters that it was saved with, or take these leaves out of what was saved"
         )
+
+
+def _later(fresh: Any) -> set[str]:
+    """The names of leaves that states of earlier versions do not have."""
+    is_part = lambda x: isinstance(x, Part)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(fresh, is_leaf=is_part)
+    parts = [(path, part) for path, part in leaves if is_part(part)]
+    key = jax.tree_util.GetAttrKey
+    return {_name((*path, key(field))) for path, part in parts for field in part.later}
 
 
 def _name(path: tuple) -> str:

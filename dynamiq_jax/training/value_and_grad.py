@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -17,11 +18,12 @@ from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
+from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
 from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import Deferred
-from dynamiq_jax.tree.placement import check_nodes
+from dynamiq_jax.tree.placement import axes_of, check_nodes, only
 
 
 def value_and_grad(
@@ -40,6 +42,7 @@ def value_and_grad(
     batch_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
@@ -128,6 +131,10 @@ def value_and_grad(
         as JAX's types tell. A dict may leave out keys. Without a word floating-point
         scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
         "sum"). All other leaves need a word.
+      allow_int: whether parameters may have leaves of integers or booleans, as for
+        `jax.value_and_grad`. Their gradients are zeros of dtype float0, and nothing travels for
+        them. Integers that are sharded over data axes are gathered before the loss, as other
+        parameters are.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -139,20 +146,21 @@ def value_and_grad(
       leading axis is that of the workers.
 
     Raises:
-      ValueError: metrics, a state or a key come with ``reduce=False``, there is no mesh, it has
-        axes of both types, ``axis_name`` is not in it or is that of a map around the call, nothing
-        of the batch is sharded over it (Explicit axes), a batch axis does not divide by its size,
-        ``specs`` are missing or do not fit, a leaf of aux has no word, the loss closes over traced
-        arrays (Auto axes), a constant has no hash, or a derivative is taken outside of `jax.jit`
-        where no mesh is set (Explicit axes).
+      ValueError: metrics, a state, a key or ``allow_int`` come with ``reduce=False``, there is no
+        mesh, it has axes of both types, ``axis_name`` is not in it or is that of a map around the
+        call, nothing of the batch is sharded over it (Explicit axes), a batch axis does not divide
+        by its size, ``specs`` are missing or do not fit, a leaf of aux has no word, the loss closes
+        over traced arrays (Auto axes), a constant has no hash, or a derivative is taken outside of
+        `jax.jit` where no mesh is set (Explicit axes).
       TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
-        such.
+        such, nor of integers with ``allow_int``.
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
         data axes; or `jax.vmap` on Explicit axes.
     """
     total = Sum(check_axis(axis_name), as_compression(method), op)
     kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
+    kept |= {"allow_int": allow_int}
     return gradients(loss_fn, total, reduces=reduce, gathers=gather, for_auto=for_auto, **kept)
 
 
@@ -167,20 +175,28 @@ def gradients(
     reduces: bool,
     gathers: bool,
     for_auto: dict[str, Any],
+    allow_int: bool = False,
 ) -> Callable[..., Any]:
     """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take.
 
     Of the latter, ``batch_specs`` may be a function: of ``(other positional arguments, keywords)``,
-    to what `leaf_specs` returns.
+    to what `leaf_specs` returns. With ``allow_int`` it is not: integers of the parameters follow.
     """
     weight = for_auto["weight"]
     if total.op == "sum" and weight is not None:
         raise ValueError(
             "op='sum' and weight=: weights are for the mean of means; leave one of them out"
         )
+    if allow_int and not reduces:
+        raise ValueError(
+            "reduce=False and allow_int=True: gradients of integers have dtype float0, which no "
+            "reduction takes; pass integers in an argument of the loss that argnums= does not name"
+        )
     options = {"total": total, "has_aux": has_aux, "metrics": metrics, "reduces": reduces}
     positions = _Positions(argnums if isinstance(argnums, int) else tuple(argnums))
-    loss = positions.joined(loss_fn)
+    whole = total.axis.names if gathers else ()
+    joined = functools.partial(_with_integers, positions, whole) if allow_int else positions.joined
+    loss = joined(loss_fn)
 
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
@@ -190,7 +206,7 @@ def gradients(
             deferred = Deferred(mesh=abstract, gathers=gathers, **options)
             run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
-        own = for_auto | {"weight": None if weight is None else positions.joined(weight)}
+        own = for_auto | {"weight": None if weight is None else joined(weight)}
         if not callable(own["batch_specs"]):
             own["batch_specs"] = functools.partial(specs_of, own["batch_specs"])
         suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
@@ -202,17 +218,21 @@ def gradients(
         places = None if isinstance(argnums, int) else (None,) * len(argnums)
         args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
         numbers = positions.among(len(args))
-        return leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, total.axis)
+        found = leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, total.axis)
+        integers = jax.tree_util.tree_leaves_with_path(data[2:])
+        return found + [("parameter" + jax.tree_util.keystr(path[1:]), P()) for path, _ in integers]
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
         _check_call(total.axis, reduces, metrics=metrics or None, state=state, key=key)
         params, others = positions.split(args)
-        _check_params(params)
+        _check_params(params, allow_int)
         within = on(mesh_around(params) if mesh is None else mesh)
-        context, run = within(params, (others, kwargs), key=key, state=state)
+        params, *integers = _apart(params) if allow_int else (params,)
+        context, run = within(params, (others, kwargs, *integers), key=key, state=state)
         with context:
-            return run()
+            value, found = run()
+        return value, _with_float0(found, integers[0]) if allow_int else found
 
     if mesh is not None:
         on(mesh)  # refuses what does not go together
@@ -253,6 +273,46 @@ class _Positions(NamedTuple):
             return function(*args, **data[1])
 
         return run
+
+
+def _apart(params: Any) -> tuple[Any, Any]:
+    """The leaves with gradients and the others, in trees with `None` in the place of the rest."""
+    moves = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+    return (
+        jax.tree.map(lambda x: x if moves(x) else None, params),
+        jax.tree.map(lambda x: None if moves(x) else jnp.asarray(x), params),
+    )
+
+
+def _together(tree: Any, rest: Any) -> Any:
+    """The tree of which `_apart` has made these two."""
+    return jax.tree.map(lambda x, y: y if x is None else x, tree, rest, is_leaf=lambda x: x is None)
+
+
+def _with_integers(
+    positions: _Positions, axes: tuple[str, ...], function: Callable[..., Any]
+) -> Callable[[Any, Any], Any]:
+    """``function`` of parameters and of data, which end with the parameters' integers.
+
+    Integers that these axes shard, as far as their types tell, are gathered.
+    """
+    run = positions.joined(function)
+
+    def whole(x: Any) -> Any:
+        found = jax.typeof(x).sharding
+        if not axes_of(found.spec) & {*axes}:
+            return x
+        return jax.reshard(x, only(found.spec, [n for n in found.mesh.axis_names if n not in axes]))
+
+    return lambda params, data: run(_together(params, jax.tree.map(whole, data[2])), data[:2])
+
+
+def _with_float0(found: Any, integers: Any) -> Any:
+    """Gradients, or a `Reduced`, with zeros of dtype float0 for the integers."""
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
+    if isinstance(found, Reduced):
+        return found._replace(tree=_together(found.tree, zeros))
+    return _together(found, zeros)
 
 
 def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[str, Any]) -> None:
@@ -324,7 +384,7 @@ def _in_context(
     return within
 
 
-def _check_params(params: Any) -> None:
+def _check_params(params: Any, allow_int: bool) -> None:
     """Refuses parameters that have no gradient, as `jax.grad` does, and nodes without specs."""
     check_nodes(params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
@@ -338,11 +398,13 @@ def _check_params(params: Any) -> None:
                 "eqx.partition(model, eqx.is_inexact_array), and the loss calls "
                 "eqx.combine(params, static)"
             ) from None
-        if not jnp.issubdtype(kind.dtype, jnp.inexact):
+        integers = jnp.issubdtype(kind.dtype, jnp.integer) or kind.dtype == bool
+        if not jnp.issubdtype(kind.dtype, jnp.inexact) and not (allow_int and integers):
             raise TypeError(
                 f"parameter {name} is {kind}, which has no gradient; pass it in an "
                 "argument of the loss that argnums= does not name, and of a Flax model "
                 "nnx.state(model, nnx.Param)"
+                + ("; or allow_int=True, for zeros of dtype float0" if integers else "")
             )
 
 
