@@ -64,7 +64,7 @@ def measure(collective: str, repeats: int) -> list[Point]:
         contenders.Contender(name, partial(f, **options), replicated=collective == "psum")
         for name, f in (
             ("native", getattr(jax.lax, collective)),
-            ("compressed", partial(getattr(dq, collective), method=method)),
+            ("compressed", partial(getattr(dq, collective), compression=method)),
         )
     ]
     mesh, found = all_reduce.make_mesh(jax.devices()), []

@@ -147,7 +147,7 @@ def measure_micro_batches(
         start = 0 * counts[0], jax.tree.map(jnp.zeros_like, local)
         count, total = lax.while_loop(lambda carry: carry[0] < counts[0], take, start)
         grads = jax.tree.map(lambda g: g / count, total)
-        grads = dq.pmean(grads, "data", method=METHOD, weight=count)
+        grads = dq.pmean(grads, "data", compression=METHOD, weight=count)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
 
     keys = jax.random.split(jax.random.key(0))
@@ -194,7 +194,7 @@ def measure_grid(hosts: int, me: int, seconds: float, steps: int, factor: float)
     def average(params: jax.Array, weight: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         @partial(jax.shard_map, mesh=mesh, in_specs=(peers, peers), out_specs=peers)
         def one(params: jax.Array, weight: jax.Array) -> jax.Array:
-            return dq.pmean(params[0], axes, method=METHOD, weight=weight[0])[None]
+            return dq.pmean(params[0], axes, compression=METHOD, weight=weight[0])[None]
 
         return one(params, weight)
 

@@ -238,7 +238,7 @@ def in_a_map(t: Training, checkpoint: bool, text: str = "", *, how: str) -> Way:
     """Data parallel by a map in which every worker differentiates its own loss."""
     request = t.request(text) if text else None
     model, axes = t.make_model(checkpoint and how != "layers"), t.axes
-    told = {"method": request}
+    told = {"compression": request}
 
     def pipeline(params: Any, tokens: Array) -> Array:
         return dq.sequential(model.functions, params, tokens, axes, **told)
@@ -286,7 +286,7 @@ def on_mesh(t: Training, checkpoint: bool, text: str, *, kind: str) -> Way:
     mesh = explicit(t) if kind == "explicit" else t.mesh
     model = t.make_model(checkpoint)
     model = model.on_explicit(t.axes) if kind == "explicit" else model
-    told = {"axis_name": t.axes, "method": t.request(text), "mesh": mesh}
+    told = {"axis_name": t.axes, "compression": t.request(text), "mesh": mesh}
     value_and_grad = dq.value_and_grad(model.loss, **told)
     return data_parallel(t, model, value_and_grad, mesh, compiler_options())
 
@@ -302,7 +302,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
     mesh = explicit(t) if how == "explicit" else t.mesh
     model, axes = t.make_model(checkpoint and how != "layers"), t.axes
     model = model.on_explicit(axes) if how == "explicit" else model
-    told = {"method": t.request(text)}
+    told = {"compression": t.request(text)}
     moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
     moves |= {"deferred": how == "dear"}
     optimizer = dq.optax.sharded(t.optimizer, axes, **told, **moves)
@@ -392,7 +392,7 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
     model, axes = t.make_model(checkpoint and how not in ("layers", "explicit")), t.axes
     specs = shards(t, model)
     model = model.on_explicit(axes) if how == "explicit" else model
-    told: dict[str, Any] = {"method": t.request(text)} if text else {}
+    told: dict[str, Any] = {"compression": t.request(text)} if text else {}
     gathered = told | ({"gather": t.request(gather)} if gather else {})
     of_inner = t.inner(model.shapes, specs)
 

@@ -38,7 +38,7 @@ def value_and_grad(
     axis_name: AxisName,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
     op: Op = "mean",
@@ -48,6 +48,7 @@ def value_and_grad(
     batch_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
@@ -72,7 +73,7 @@ def value_and_grad(
       argnums: which positional arguments are differentiated. A number stands for all `nnx.Param` of
         a module, and `nnx.DiffState` for its variables that pass a filter, such as `nnx.LoRAParam`.
       has_aux: as for `dynamiq_jax.value_and_grad`.
-      method: as for `dynamiq_jax.psum`.
+      compression: as for `dynamiq_jax.psum`.
       mesh: as for `dynamiq_jax.value_and_grad`.
       metrics: as for `dynamiq_jax.value_and_grad`.
       op: as for `dynamiq_jax.value_and_grad`.
@@ -83,6 +84,7 @@ def value_and_grad(
         select; `None` stands for a module among them.
       weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
       aux: as for `dynamiq_jax.value_and_grad`.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to
@@ -95,7 +97,7 @@ def value_and_grad(
         `dynamiq_jax.value_and_grad`.
     """
     axis = check_axis(axis_name)
-    total = Sum(axis, as_compression(method), op)
+    total = Sum(axis, as_compression(compression, method=method), op)
     several = isinstance(argnums, Sequence)
     told = [
         own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)

@@ -386,7 +386,7 @@ def train(
     )
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate, b2=0.95))
     opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(params)
-    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, method=chosen)
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, compression=chosen)
 
     @partial(dq.jit, donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -33,7 +33,7 @@ if "NUM_HOSTS" in os.environ:  # 1: every process finds the others
 STEPS, BATCH, WIDTH = 80, 64, 512
 mesh = jax.make_mesh((jax.device_count(),), ("data",))  # 2: all GPUs of all hosts
 jax.set_mesh(mesh)
-method = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)  # 0: compress small buckets, too
+bits5 = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)  # 0: small buckets, too
 
 
 def loss_fn(params, batch):
@@ -56,9 +56,9 @@ sizes = {"in": WIDTH, "middle": WIDTH, "out": 64}
 pairs = zip(jax.random.split(jax.random.key(0), 3), sizes.items(), strict=True)
 params = {name: jax.random.normal(key, (WIDTH, n)) / WIDTH**0.5 for key, (name, n) in pairs}
 params = jax.device_put(params, P())  # 4: a copy on every GPU
-optimizer = dq.optax.sharded(optax.adamw(2e-3), "data", method=method)  # 5: was optax.adamw(2e-3)
+optimizer = dq.optax.sharded(optax.adamw(2e-3), "data", compression=bits5)  # 5: was optax.adamw
 opt_state = optimizer.init(params)
-grad_fn = dq.value_and_grad(loss_fn, axis_name="data", method=method, reduce=False)  # 6: was jax's
+grad_fn = dq.value_and_grad(loss_fn, axis_name="data", compression=bits5, reduce=False)  # 6: dq
 
 
 @dq.jit
@@ -69,9 +69,9 @@ def train_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-method.check_agreement(params, mesh, "data")  # 7: an error on all hosts if one has other options
+bits5.check_agreement(params, mesh, "data")  # 7: raises on all hosts if options differ
 if jax.process_index() == 0:
-    dq.explain(params, mesh.size, method=method)
+    dq.explain(params, mesh.size, compression=bits5)
 checkpoints = ocp.CheckpointManager(Path(sys.argv[1]).absolute())
 first = 0
 if (newest := checkpoints.latest_step()) is not None:

@@ -40,7 +40,7 @@ def loss_fn(params, x, y):
 @functools.partial(dq.jit, static_argnames="method")
 def step(params, x, y, method):
     """One step of gradient descent."""
-    loss, grads = dq.value_and_grad(loss_fn, axis_name="data", method=method)(params, x, y)
+    loss, grads = dq.value_and_grad(loss_fn, axis_name="data", compression=method)(params, x, y)
     return jax.tree.map(lambda p, g: p - 2.0 * g, params, grads), loss
 
 
@@ -58,5 +58,5 @@ for name, method in METHODS.items():
     first = time.perf_counter() - began
     for _ in range(19):
         params, loss = step(params, x, y, method)
-    sent = dq.explain(start, mesh.size, method=method, verbose=False).wire_bytes / 1e6
+    sent = dq.explain(start, mesh.size, compression=method, verbose=False).wire_bytes / 1e6
     print(f"{name:9}  {loss:.4f}  {sent:7.2f}  {first:13.1f}")

@@ -103,10 +103,10 @@ def main(
         table.add_row(name, *figures, f"{own.seconds_per_step:.3f}")
 
     method = dq.Compression(dq.DynamiQ(bits=bits), min_bucket_size=32_768)  # tiny's layers, too
-    init, step = make_sharded(run, method=method, gather=dq.DynamiQ(bits=gather_bits))
+    init, step = make_sharded(run, compression=method, gather=dq.DynamiQ(bits=gather_bits))
     train("dynamiq", bits + gathers * gather_bits, init(key), step)
     if compare:
-        init, step = make_sharded(run, method=dq.BF16(), gather=dq.BF16())
+        init, step = make_sharded(run, compression=dq.BF16(), gather=dq.BF16())
         train("bf16", 16 * (1 + gathers), init(key), step)
         params, optimizer = run.init(), llm.make_optimizer(run.recipe)
         step = llm.make_step(llm.lax_psum(run.loss_fn, params, run.mesh, "f32"), optimizer)

@@ -138,9 +138,9 @@ class Method(NamedTuple):
 
 def dynamiq(loss_fn: Loss, params: Any, mesh: jax.sharding.Mesh, method: dq.Compression) -> Method:
     """Gradients compressed by DynamiQ. The first three lines are all a training script needs."""
-    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, method=method)
+    value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, compression=method)
     method.check_agreement(params, mesh, AXIS)
-    mean = partial(dq.pmean, axis_name=AXIS, method=method)
+    mean = partial(dq.pmean, axis_name=AXIS, compression=method)
     cost = method.explain(params, mesh.size, verbose=False)
     return Method("dynamiq", value_and_grad, mean, cost.wire_bytes, cost.bits_per_coord)
 
@@ -172,13 +172,13 @@ def on_mesh(
     axes, specs = data_axes(mesh), param_specs(params, mesh)
     method = {"dynamiq": dynamiq, "bf16": dq.BF16(), "f32": dq.F32()}[name]
     options = {"mesh": mesh, "specs": specs}
-    value_and_grad = dq.value_and_grad(loss_fn, axis_name=axes, method=method, **options)
+    value_and_grad = dq.value_and_grad(loss_fn, axis_name=axes, compression=method, **options)
     request = method if isinstance(method, dq.Compression) else dq.Compression(method)
     request.check_agreement(params, mesh, axes, specs=specs)
     if "fsdp" in mesh.axis_names:
         return Method(name, value_and_grad, None, float("nan"), float("nan"))
     sizes = tuple(mesh.shape[axis] for axis in axes)
-    cost = dq.explain(params, sizes, method=method, **options, verbose=False)
+    cost = dq.explain(params, sizes, compression=method, **options, verbose=False)
     return Method(name, value_and_grad, None, cost.wire_bytes, cost.bits_per_coord)
 
 

@@ -141,8 +141,8 @@ def main(
     run, _ = llm.start(model, llm.RECIPES[model]._replace(steps=steps), seed=0)
     layer = partial(Experts, n_experts=experts * run.mesh.size, capacity=capacity)
     small = partial(dq.Compression, min_bucket_size=32_768, min_bucket_bytes=0)  # tiny's, too
-    mean = partial(dq.pmean, axis_name=llm.AXIS, method=small(dq.DynamiQ(bits=5)))
-    codes = {"method": small(dq.DynamiQ(bits=bits + 0.5)), "backward": None}  # backwards the same
+    mean = partial(dq.pmean, axis_name=llm.AXIS, compression=small(dq.DynamiQ(bits=5)))
+    codes = {"compression": small(dq.DynamiQ(bits=bits + 0.5)), "backward": None}  # and back
     rows = [("dynamiq", bits + 11 / 32, partial(dq.all_to_all, **HOW, **codes), mean)]
     wide, table = 8 * jnp.dtype(run.model.dtype).itemsize, ["exchanges  validation loss  sent MB"]
     rows.append(("exact", wide, EXACT, partial(jax.lax.pmean, axis_name=llm.AXIS)))

@@ -205,7 +205,7 @@ def make_training(run: Run) -> Training:
     workers, replicated = NamedSharding(mesh, P(AXES)), NamedSharding(mesh, P())
     placed = TrainState._make([*[replicated] * 4, workers])
     value_and_grad = dq.value_and_grad(
-        make_loss(run.model), mesh=mesh, axis_name=AXES, method=run.method
+        make_loss(run.model), mesh=mesh, axis_name=AXES, compression=run.method
     )
 
     @partial(jax.jit, out_shardings=placed)

@@ -56,7 +56,7 @@ def train_sharded(run: Run, bits: float, difference_bits: float) -> tuple[Result
     optimizer = dq.optax.sharded(
         llm.make_optimizer(run.recipe, optax.identity()),  # the clip is max_norm
         AXIS,
-        method=small(dq.DynamiQ(bits=bits)),
+        compression=small(dq.DynamiQ(bits=bits)),
         differences=small(dq.DynamiQ(bits=difference_bits, dither=True)),
         max_norm=llm.MAX_NORM,
     )

@@ -213,7 +213,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
     reduce = dq.pmean if mean else dq.psum
 
     def one(tree, key):
-        return reduce(tree, "data", method=method, topology=topology, key=key)
+        return reduce(tree, "data", compression=method, topology=topology, key=key)
 
     options = AS_USERS if optimized else None
     mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
@@ -223,7 +223,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
 @functools.cache
 def stepper(method, topology=None, *, mean: bool = False):
     """As `vmapped`, with memory: (tree, key, every worker's state) -> results, next states."""
-    options = {"op": "mean" if mean else "sum", "method": method, "topology": topology}
+    options = {"op": "mean" if mean else "sum", "compression": method, "topology": topology}
 
     def one(tree, key, state):
         return dq.reduce(tree, "data", key=key, state=state, **options)[:2]
@@ -262,7 +262,7 @@ def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
 
     def one(tree, key):
         tree = jax.tree.map(lambda x: x[0], tree)
-        total = dq.psum(tree, "data", method=method, topology=topology, key=key)
+        total = dq.psum(tree, "data", compression=method, topology=topology, key=key)
         return jax.tree.map(lambda x: x[None], total)
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}

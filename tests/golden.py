@@ -175,7 +175,7 @@ def two_axes(topology, method) -> Any:
     """`dq.psum` over the axes "node" (2) and "gpu" (4)."""
 
     def one(x, key):
-        return dq.psum(x, ("node", "gpu"), method=method, topology=topology, key=key)
+        return dq.psum(x, ("node", "gpu"), compression=method, topology=topology, key=key)
 
     inner = jax.vmap(one, in_axes=(0, None), axis_name="gpu")
     x = exact_gradients(8, 4 * 2048 + 356).reshape(2, 4, -1)
@@ -229,7 +229,8 @@ CALLS |= {
     "psum, squared error": partial(summed, METHODS["squared_error"], dq.Direct(), 4),
     "psum, no key": lambda: jax.jit(
         jax.vmap(
-            lambda x: dq.psum(x, "data", method=DEFAULT, topology=dq.Direct()), axis_name="data"
+            lambda x: dq.psum(x, "data", compression=DEFAULT, topology=dq.Direct()),
+            axis_name="data",
         )
     )(exact_gradients(4, 4 * 2048)),
     "psum, devices": lambda: sharded(DEFAULT, dq.Direct(), n=4)(exact_gradients(4, 8292), key()),
@@ -241,12 +242,12 @@ CALLS |= {
         dq.Hierarchical(inner=dq.Direct(), outer=dq.Direct()), DEFAULT
     ),
     "pmean, tree": tree,
-    "psum_scatter": partial(half, dq.psum_scatter, method=DEFAULT, topology=dq.Direct()),
+    "psum_scatter": partial(half, dq.psum_scatter, compression=DEFAULT, topology=dq.Direct()),
     "psum_scatter, ring, bf16": partial(
-        half, dq.psum_scatter, jnp.bfloat16, method=DEFAULT, topology=dq.Ring(unroll_up_to=4)
+        half, dq.psum_scatter, jnp.bfloat16, compression=DEFAULT, topology=dq.Ring(unroll_up_to=4)
     ),
-    "all_gather": partial(half, dq.all_gather, method=DEFAULT),
-    "all_gather, bf16": partial(half, dq.all_gather, jnp.bfloat16, method=DEFAULT),
+    "all_gather": partial(half, dq.all_gather, compression=DEFAULT),
+    "all_gather, bf16": partial(half, dq.all_gather, jnp.bfloat16, compression=DEFAULT),
 }
 COMPARATORS = {
     "mxfp8": "direct", "mxfp6": "butterfly", "mxfp4": "direct",

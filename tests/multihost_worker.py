@@ -52,7 +52,7 @@ METHOD = small(dq.DynamiQ(widths=(4,)))  # one width compiles in half the time o
 
 
 def on(collective, axis_name, topology=None, size=SIZE):
-    options = {"method": METHOD} | ({} if topology is None else {"topology": topology})
+    options = {"compression": METHOD} | ({} if topology is None else {"topology": topology})
     return lambda x, key: collective(x[:size], axis_name, key=key, **options)
 
 

@@ -150,10 +150,10 @@ class TestDecision:
         public = {name: getattr(dq, name) for name in dq.__all__} | {"pmean": pmean}
         exec(line, {"grads": None, "dq": type("dq", (), public)})
         assert found.pop("axis_name") == ("node", "gpu")
-        assert found == {"method": said.setting}
+        assert found == {"compression": said.setting}
         assert said.setting.topology == dq.Hierarchical()
         assert said.setting.min_bucket_size == 65536
-        assert 'dq.pmean(grads, "data", method=' in said.snippet()
+        assert 'dq.pmean(grads, "data", compression=' in said.snippet()
         by_engines = decide([native(10), row(4, "Direct", 5, transport="permutes")])
         assert "step = dq.jit(step)" in by_engines.snippet()
 
@@ -269,7 +269,7 @@ class TestCommand:
         result = ran("explain", tmp_path / "model.json", *chosen)
         tree = load_model_tree(tmp_path / "model.json")
         method = dq.DynamiQ(bits=4.0)
-        found = dq.explain(tree, 8, method=method, rate="25gbit", verbose=False)
+        found = dq.explain(tree, 8, compression=method, rate="25gbit", verbose=False)
         assert result.stdout == f"model.json: {found}\n"
 
     def test_processes_join_as_told_or_as_slurm_says(self, monkeypatch):

@@ -88,7 +88,7 @@ def processes(monkeypatch):
 
 def check(tree=TREE, axis_name="data", **options):
     """A function that compares what this process is told."""
-    request = as_compression(options.pop("method", None), options.pop("topology", None))
+    request = as_compression(options.pop("compression", None), options.pop("topology", None))
     return lambda: request.check_agreement(tree, auto_mesh(), axis_name, **options)
 
 
@@ -96,7 +96,7 @@ def test_one_process_agrees_with_itself():
     check(key=jax.random.key(1))()
 
 
-CHEAP = {"method": dq.BF16(), "topology": dq.Direct()}
+CHEAP = {"compression": dq.BF16(), "topology": dq.Direct()}
 OURS = {"w": jnp.ones((8, 16))}
 
 
@@ -113,9 +113,9 @@ def traces(collective=dq.reduce, tree=OURS, n=8, **options):
 
 LONG = {f"layer_{i:04}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(400)}
 DIFFERENT = {
-    "method": (check(method=dq.DynamiQ(bits=4.0)), check()),
+    "method": (check(compression=dq.DynamiQ(bits=4.0)), check()),
     "topology": (check(topology=dq.Ring()), check()),
-    "limits": (check(method=dq.Compression(dq.DynamiQ(), min_leaf_size=5)), check()),
+    "limits": (check(compression=dq.Compression(dq.DynamiQ(), min_leaf_size=5)), check()),
     "key": (check(key=jax.random.key(2)), check(key=jax.random.key(1))),
     "presence of a key": (check(key=jax.random.key(1)), check()),
     "op": (check(op="sum"), check()),
@@ -128,17 +128,21 @@ DIFFERENT = {
 }  # fmt: skip
 """The check of process 2, and that of the others."""
 FIRST = {
-    "method": ({"method": dq.DynamiQ(bits=4.5)}, "DynamiQ(bits=5.0)", "DynamiQ(bits=4.5)"),
+    "method": (
+        {"compression": dq.DynamiQ(bits=4.5)},
+        "DynamiQ(bits=5.0)",
+        "DynamiQ(bits=4.5)",
+    ),
     "op": ({"op": "sum"}, "'mean'", "'sum'"),
     "weight": ({"weight": 2.0}, "none", "given"),
     "metrics": ({"metrics": True}, "False", "True"),
 }
 """Rows: what differs in process 2's first reduction, process 0's words for it, process 2's."""
 for what, (told, *texts) in FIRST.items():
-    base = {"method": dq.DynamiQ(), "topology": dq.Direct()}
+    base = {"compression": dq.DynamiQ(), "topology": dq.Direct()}
     DIFFERENT[f"first reduction's {what}"] = (traces(**base | told), traces(**base), *texts)
 for f in (dq.pmean, dq.psum_scatter, dq.all_gather):
-    odd, alike = (traces(f, method=dq.DynamiQ(bits=bits)) for bits in (4.5, 5))
+    odd, alike = (traces(f, compression=dq.DynamiQ(bits=bits)) for bits in (4.5, 5))
     DIFFERENT[f"first {f.__name__}'s method"] = odd, alike, "DynamiQ(", "DynamiQ(bits=4.5"
 
 
@@ -181,7 +185,7 @@ def test_values_of_weights_and_addresses_of_objects_may_differ(processes):
             return f"Marked({object.__repr__(self)})"
 
     pairs = zip((1.0, jnp.float32(2)), (Marked(), Marked()), strict=True)
-    assert processes.run(*(check(weight=w, method=m) for w, m in pairs)) == ["", ""]
+    assert processes.run(*(check(weight=w, compression=m) for w, m in pairs)) == ["", ""]
 
 
 def test_fingerprints_tell_bits_places_and_leaves():
@@ -194,7 +198,7 @@ def test_fingerprints_tell_bits_places_and_leaves():
 
 def reduced(method, x):
     def one(x):
-        return dq.psum(x[0], "data", method=method)
+        return dq.psum(x[0], "data", compression=method)
 
     mapped = jax.shard_map(one, mesh=auto_mesh(), in_specs=P("data"), out_specs=P())
     return jax.jit(mapped)(x)

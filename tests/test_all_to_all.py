@@ -62,7 +62,7 @@ def test_blocks_have_the_shapes_and_values_of_lax(split, concat, tiled):
         "lossy": [normal(*shape, dtype=dtype) for dtype in ("float32", "bfloat16", "float16")],
         "exact": [normal(4, 4, 4), normal(*shape, dtype="int32"), normal(*empty)],
     }
-    found = ours(split, concat, tiled, method=SOME_SMALL)(tree, KEY)
+    found = ours(split, concat, tiled, compression=SOME_SMALL)(tree, KEY)
     expected = native(tree, split % 3, concat % 3, tiled)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     assert_same_bits(found["exact"], jax.device_get(expected["exact"]))
@@ -90,7 +90,7 @@ def test_methods_of_blocks(name):
     method, least, most = METHODS[name]
     magnitude = 10.0 ** np.repeat(np.arange(N * N), 2).reshape(N, 8, 1, 1)
     x = normal(8, 16, 37) * jnp.asarray(magnitude, jnp.float32)
-    found = np.asarray(ours(0, 0, method=small(method))(x, KEY), np.float64)
+    found = np.asarray(ours(0, 0, compression=small(method))(x, KEY), np.float64)
     expected = np.asarray(native(x, 0, 0), np.float64)
     errors = np.sum((found - expected) ** 2, axis=(2, 3)) / np.sum(expected**2, axis=(2, 3))
     assert np.all(errors < 4 * most)
@@ -102,7 +102,7 @@ def test_methods_of_blocks(name):
 )
 def test_exact_methods_are_exact(method, dtype):
     x = normal(8, 9, 5, dtype=dtype)
-    found = ours(0, 1, method=small(method), backward=None)(x, KEY)
+    found = ours(0, 1, compression=small(method), backward=None)(x, KEY)
     assert_same_bits(found, native(x, 0, 1))
 
 
@@ -116,7 +116,7 @@ def pulled(collective, x, cotangent):
 
 def test_one_worker_sends_nothing():
     x = normal(2, 37)[:1]
-    for options in ({}, {"method": CHEAP}, {"method": small(comparators.MXFP8())}):
+    for options in ({}, {"compression": CHEAP}, {"compression": small(comparators.MXFP8())}):
         found = pulled(partial(tiled_rows, key=KEY, **options), x, 2 * x)
         assert_same_bits(found, (x, 2 * x))
 
@@ -126,7 +126,7 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
     y, exact = pulled(lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), x, cotangent)
 
     def errors(method, **options):
-        own = {"tiled": True, "method": small(method), "key": KEY} | options
+        own = {"tiled": True, "compression": small(method), "key": KEY} | options
         found = pulled(lambda x: dq.all_to_all(x, "data", 0, 1, **own), x, cotangent)
         assert found[1].shape == x.shape
         return [relative_error(*pair) for pair in zip(found, (y, exact), strict=True)]
@@ -143,7 +143,7 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
 
 
 def test_rounding_backwards_is_not_that_of_the_way_forth():
-    exchange = partial(tiled_rows, method=CHEAP, backward=None, key=KEY)
+    exchange = partial(tiled_rows, compression=CHEAP, backward=None, key=KEY)
 
     def one(x):
         y, pull = jax.vjp(exchange, x)
@@ -164,7 +164,7 @@ def test_zeros_stay_zeros():
     zero = jax.random.bernoulli(KEY, 0.3, x.shape).at[:, 2].set(True).at[:, :, 3].set(True)
     x = jnp.where(zero, 0.0, x)
     for method in (EIGHT, small(dq.DynamiQ(bits=5.5)), small(comparators.MXFP8())):
-        found = np.asarray(ours(0, 0, method=method)(x, KEY))
+        found = np.asarray(ours(0, 0, compression=method)(x, KEY))
         zeros = np.asarray(native(zero, 0, 0))
         np.testing.assert_array_equal(found[zeros], 0.0)
         assert np.mean(found[~zeros] != 0) > 0.8
@@ -182,7 +182,7 @@ def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dty
     for sender, receiver, at, value in places:
         x = x.at[sender, receiver, at].set(value)
         sick[receiver, sender, at // reach * reach : (at // reach + 1) * reach] = True
-    found = np.asarray(ours(0, 0, method=method)(x, KEY), np.float32)
+    found = np.asarray(ours(0, 0, compression=method)(x, KEY), np.float32)
     np.testing.assert_array_equal(np.isfinite(found), ~sick)
     if reach > 1:
         assert np.all(np.isnan(found[sick]))
@@ -191,7 +191,7 @@ def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dty
 def test_the_largest_values_of_float16_stay_finite():
     largest = float(jnp.finfo(jnp.float16).max)
     x = jnp.full((N, N, 300), largest, jnp.float16).at[:, :, ::2].set(-largest)
-    found = np.asarray(ours(0, 0, method=EIGHT)(x.at[0, 0, 0].set(jnp.inf), KEY), np.float64)
+    found = np.asarray(ours(0, 0, compression=EIGHT)(x.at[0, 0, 0].set(jnp.inf), KEY), np.float64)
     assert np.all(np.isnan(found[0, 0, :256]))  # as anywhere
     np.testing.assert_allclose(found[1:], np.asarray(x, np.float64)[1:], rtol=0.02)
 
@@ -204,7 +204,9 @@ def test_shard_map_and_pmap_give_the_bits_of_vmap(mapped_by):
 
     def one(x, key):
         def there(x):
-            return dq.all_to_all(x, "data", 0, 1, tiled=True, method=CHEAP, backward=None, key=key)
+            return dq.all_to_all(
+                x, "data", 0, 1, tiled=True, compression=CHEAP, backward=None, key=key
+            )
 
         y, pull = jax.vjp(there, x)
         return y, pull(y)[0]
@@ -235,20 +237,22 @@ def test_groups_of_workers_and_tuples_of_axes():
 
         return jax.jit(jax.shard_map(one, **specs))(x)
 
-    exact = {"method": small(dq.F32()), "backward": None}
+    exact = {"compression": small(dq.F32()), "backward": None}
     groups = {"axis_index_groups": [[0, 2], [3, 1]]}
     expected = run(lax.all_to_all, specs=specs | {"check_vma": False}, **groups)
     for check in (True, False):
         checked = specs | {"check_vma": check}
         assert_same_bits(run(dq.all_to_all, specs=checked, **groups, **exact), expected)
-        noisy = run(dq.all_to_all, specs=checked, **groups, method=EIGHT)
+        noisy = run(dq.all_to_all, specs=checked, **groups, compression=EIGHT)
         assert 1e-6 < relative_error(noisy, expected) < 2e-4
     names = ("node", "gpu")
     over = {"mesh": mesh_of(2, 2, names=names), "in_specs": P(names), "out_specs": P(names)}
     expected = run(lax.all_to_all)
     assert_same_bits(run(lax.all_to_all, names, over), expected)
     assert_same_bits(run(dq.all_to_all, names, over, **exact), expected)
-    assert 1e-6 < relative_error(run(dq.all_to_all, names, over, method=EIGHT), expected) < 2e-4
+    assert (
+        1e-6 < relative_error(run(dq.all_to_all, names, over, compression=EIGHT), expected) < 2e-4
+    )
 
 
 WIDTHS = [(8.5, 8), (6.5, 6), (5.4, 5), (6, 5)]
@@ -260,7 +264,7 @@ def test_bytes_are_those_of_the_width(bits, width):
     n, size = 8, 8 * 16 * 2048
 
     def one(x):
-        exchange = partial(tiled_rows, method=small(dq.DynamiQ(bits=bits)), backward=None)
+        exchange = partial(tiled_rows, compression=small(dq.DynamiQ(bits=bits)), backward=None)
         y, pull = jax.vjp(lambda x: exchange(x[0]), x)
         return pull(y)[0]
 
@@ -284,7 +288,7 @@ def test_senders_and_receivers_round_by_noise_of_their_own(method, key):
     `test_codec_error` shows that rounding is unbiased.
     """
     x = jnp.broadcast_to(gradient(0, 1, 2048)[:, None], (N, N, 2048))
-    exchange = ours(0, 0, method=method)
+    exchange = ours(0, 0, compression=method)
     found = exchange(x, key)
     assert_same_bits(found, exchange(x, key))
     drawn = method == CHEAP or key is not None
@@ -303,7 +307,7 @@ def test_blocks_are_encoded_without_copies():
 
     def moves(split, size):
         x = jax.ShapeDtypeStruct((N, N * 2, N, size), jnp.float16)
-        text = str(ours(split, 0, method=EIGHT).trace(x, KEY).jaxpr)
+        text = str(ours(split, 0, compression=EIGHT).trace(x, KEY).jaxpr)
         whole = N * N * 2 * N * size
         found = re.findall(r":f16\[([\d,]+)\] = (transpose|pad|concatenate|copy)\b", text)
         # A pad by nothing has operand and result of one size, and XLA drops it.
@@ -329,7 +333,7 @@ REFUSED = [
     ((8, 3), (2, 0), {}, "split_axis=2", "shape (8, 3)", "every leaf has"),
     ((8, 3), (0, -3), {}, "concat_axis=-3", "shape (8, 3)", "every leaf has"),
     ((), (0, 0), {}, "split_axis=0", "shape ()"),
-    ((8,), (0, 0), {"method": 5}, "method=5 is not a method"),
+    ((8,), (0, 0), {"compression": 5}, "compression=5 is not a method"),
     ((8,), (0, 0), {"backward": CHEAP}, "backward=Compression", "is not a method"),
     ((8,), (0, 0), {"key": 7}, "key=7 is not a PRNG key"),
 ]
@@ -353,7 +357,7 @@ NEED_MORE = [
 def test_methods_that_need_more_are_refused(method):
     text = "=.*: all_to_all encodes at one width.*pass dq.DynamiQ"
     for name, options in (
-        ("method", {"method": small(method)}),
+        ("method", {"compression": small(method)}),
         ("backward", {"backward": method}),
     ):
         with pytest.raises(NotImplementedError, match=name + text):
@@ -363,7 +367,7 @@ def test_methods_that_need_more_are_refused(method):
 def test_other_refusals():
     with pytest.raises(NameError, match="call all_to_all under `jax.shard_map`"):
         dq.all_to_all(jnp.ones((8, 8)), "data", 0, 0)
-    one = partial(tiled_rows, tiled=False, method=CHEAP)
+    one = partial(tiled_rows, tiled=False, compression=CHEAP)
     x = jnp.ones((N, N, 5))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.vmap(lambda x: jax.jvp(one, (x,), (x,)), axis_name="data")(x)

@@ -155,7 +155,7 @@ def test_what_is_said_of_errors_holds_for_four_distributions(name, n):
     rows, request = 8 * TILE_ROWS * 8, small(dq.DynamiQ(), topology=NAMED[name])
 
     def one(x, key):
-        found = dq.reduce(x, "data", key=key, method=request, op="sum", metrics=True)
+        found = dq.reduce(x, "data", key=key, compression=request, op="sum", metrics=True)
         return found.tree, found.metrics.vnmse
 
     run = jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
@@ -211,17 +211,20 @@ def test_too_few_bits_are_said_with_those_that_are_enough(dither, most):
     fixed = dataclasses.replace(method, floor=2).advice(64, ring) or ""
     assert "pass floor='auto'" in fixed
     assert "wider widths" in (dq.DynamiQ(widths=(2,)).advice(8, ring) or "")
-    fine = dq.explain(gradient_of(1024), 8, method=small(dq.DynamiQ()), verbose=False)
+    fine = dq.explain(gradient_of(1024), 8, compression=small(dq.DynamiQ()), verbose=False)
     assert fine.advice is None
     assert fine.relative_error == pytest.approx(0.018, rel=0.05)
-    assert dq.explain(gradient_of(1024), 8, method=dq.BF16(), verbose=False).relative_error is None
+    assert (
+        dq.explain(gradient_of(1024), 8, compression=dq.BF16(), verbose=False).relative_error
+        is None
+    )
 
 
 @pytest.mark.parametrize("collective", ["psum", "all_gather"])
 def test_too_few_bits_warn_when_traced(collective):
     def trace(**fields):
         reduce, method = getattr(dq, collective), small(dq.DynamiQ(**fields))
-        one = jax.vmap(lambda x: reduce(x, "data", method=method), axis_name="data")
+        one = jax.vmap(lambda x: reduce(x, "data", compression=method), axis_name="data")
         jax.eval_shape(one, jax.ShapeDtypeStruct((8, 8, 4096), jnp.float32))
 
     with pytest.warns(UserWarning, match=r"bits=2\.5 over Direct among 8 workers.*pass bits="):
@@ -282,7 +285,7 @@ def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
     routes = set()
     for size in (*range(1, 40), 256, 1000, 4000, 2048 * n // 4, 2048 * n // 2, 2048 * n):
         leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
-        found = dq.explain(leaf, n, method=method, topology=dq.Direct(), verbose=False)
+        found = dq.explain(leaf, n, compression=method, topology=dq.Direct(), verbose=False)
         (row,) = found.rows
         padded = method.method.wire_bits(size, n, dq.Direct()) / (2 * (n - 1) / n * size)
         if padded < 16:
@@ -304,7 +307,7 @@ def test_padded_slices_and_blocks_travel_exactly_as_well():
     exchange = functools.partial(dq.all_to_all, split_axis=0, concat_axis=0)
     for call, share in ((dq.psum_scatter, 1), (dq.all_gather, n), (exchange, 1)):
         for size, compressed in ((128, False), (4096, True)):
-            run = functools.partial(call, axis_name="data", tiled=True, method=method)
+            run = functools.partial(call, axis_name="data", tiled=True, compression=method)
             x = jax.ShapeDtypeStruct((size // share,), jnp.float32)
             text = str(jax.make_jaxpr(run, axis_env=[("data", n)])(x))
             assert ("u32" in text) == compressed, (call, size)
@@ -313,7 +316,7 @@ def test_padded_slices_and_blocks_travel_exactly_as_well():
 @pytest.mark.usefixtures("padding_counts")
 def test_large_leaves_that_padding_keeps_exact_are_warned_of():
     method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
-    one = functools.partial(dq.psum, axis_name="data", method=method, topology=dq.Direct())
+    one = functools.partial(dq.psum, axis_name="data", compression=method, topology=dq.Direct())
     x = jax.ShapeDtypeStruct((65_536,), jnp.float32)
     with pytest.warns(UserWarning, match=r"padded to 19\.\d bits per coordinate >= 16.*fewer wor"):
         jax.make_jaxpr(one, axis_env=[("data", 128)])(x)

@@ -38,7 +38,7 @@ def check(topology, n, size, name, dtype, seed):
     x = jnp.asarray(rng.standard_normal((n, size)), dtype)
 
     def one(x):
-        found = dq.reduce(x, "data", op="sum", method=request, metrics=True)
+        found = dq.reduce(x, "data", op="sum", compression=request, metrics=True)
         return found.tree, found.metrics
 
     found, metrics = jax.jit(jax.vmap(one, axis_name="data"))(x)
@@ -49,7 +49,7 @@ def check(topology, n, size, name, dtype, seed):
     if size >= 500:  # of few coordinates the error is not an average
         assert 0.3 * metrics.vnmse[0] < error < 3.5 * metrics.vnmse[0] + 4 * round_off
     if size >= n * 2 * 8 * 1024:
-        expected = dq.explain(x[0], n, method=request, verbose=False).relative_error
+        expected = dq.explain(x[0], n, compression=request, verbose=False).relative_error
         assert error < 3 * expected + 4 * round_off
 
 

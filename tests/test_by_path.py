@@ -59,7 +59,7 @@ def grads():
 def reducer(method, reduce=dq.reduce, **options):
     def one(tree, state):
         more = {} if state is None else {"state": state}
-        return reduce(tree, "data", method=method, topology=DIRECT, key=KEY, **more, **options)
+        return reduce(tree, "data", compression=method, topology=DIRECT, key=KEY, **more, **options)
 
     return OnHost(jax.jit(jax.vmap(one, axis_name="data")))
 
@@ -67,7 +67,7 @@ def reducer(method, reduce=dq.reduce, **options):
 def test_paths_and_leaves_are_what_the_function_is_asked_for():
     asked = []
     method = lambda path, leaf: asked.append((path, leaf.shape, leaf.dtype))
-    dq.explain(OWN, N, method=method, verbose=False)
+    dq.explain(OWN, N, compression=method, verbose=False)
     assert asked == [
         ("embed", (500, 20), jnp.float32),
         ("layers/0/kernel", (70, 80), jnp.float32),
@@ -79,7 +79,7 @@ def test_paths_and_leaves_are_what_the_function_is_asked_for():
 
 
 def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
-    found = dq.explain(OWN, N, method=CHOSEN, topology=DIRECT)
+    found = dq.explain(OWN, N, compression=CHOSEN, topology=DIRECT)
     assert capsys.readouterr().out == f"{found}\n"
     assert [(row.name, row.bucket, row.route) for row in found.rows] == [
         ("['embed']", 0, "compressed"),
@@ -99,7 +99,7 @@ def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
     assert found.topology == repr(DIRECT)
     assert found.method.startswith(f"1 leaves: {MX8!r}; 2 leaves: {MX4!r}; 3 leaves: exact")
     assert sum(row.wire_bytes for row in found.rows) == pytest.approx(found.wire_bytes)
-    assert dq.explain({}, N, method=CHOSEN, verbose=False).rows == ()
+    assert dq.explain({}, N, compression=CHOSEN, verbose=False).rows == ()
 
 
 def test_bytes_are_those_of_the_program():
@@ -143,7 +143,7 @@ def test_states_and_metrics_are_those_of_all_methods():
     total, after, metrics = reducer(KEEPS, op="mean", metrics=True)(tree, before)
     assert jax.tree.structure(after) == jax.tree.structure(before)
     assert np.any(np.asarray(after[1].residual)) and not np.any(np.asarray(before[1].residual))
-    sent = dq.explain(OWN, N, method=KEEPS, topology=DIRECT, verbose=False)
+    sent = dq.explain(OWN, N, compression=KEEPS, topology=DIRECT, verbose=False)
     assert float(metrics.wire_bytes[0]) == pytest.approx(sent.wire_bytes)
     assert float(metrics.bits_per_coord[0]) == pytest.approx(sent.bits_per_coord)
     compressed = [total["embed"], *(layer["kernel"] for layer in total["layers"])]
@@ -180,9 +180,9 @@ def test_a_state_of_other_methods_is_refused():
 
 def test_what_is_no_method_is_refused():
     with pytest.raises(ValueError, match="method='bf16' is not a method"):
-        dq.explain(OWN, N, method=lambda path, leaf: "bf16", verbose=False)
+        dq.explain(OWN, N, compression=lambda path, leaf: "bf16", verbose=False)
     with pytest.raises(ValueError, match="is not a method"):
-        dq.explain(OWN, N, method=dq.BF16, verbose=False)
+        dq.explain(OWN, N, compression=dq.BF16, verbose=False)
 
 
 def test_agreement_takes_it():
@@ -210,14 +210,14 @@ def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     _, exact = jax.jit(jax.value_and_grad(loss))(params, x)
     for table in (P(None, "model"), P("data", "model")):
         specs = {"norm": P(), "table": table, "w": P(None, "model")}
-        options = {"method": small(by_name, topology=DIRECT), "specs": specs}
+        options = {"compression": small(by_name, topology=DIRECT), "specs": specs}
         run = jax.jit(dq.value_and_grad(loss, mesh=mesh, axis_name="data", **options))
         _, found = run(put(params, mesh, specs), x)
         np.testing.assert_allclose(found["norm"], exact["norm"], rtol=1e-4)
         error = {name: float(vnmse(jax.device_get(found[name]), exact[name])) for name in exact}
         assert 1e-8 < error["table"] < 1e-3 < error["w"] < 1e-2
         sent = dq.explain(
-            params, 4, method=small(by_name, topology=DIRECT), mesh=mesh,
+            params, 4, compression=small(by_name, topology=DIRECT), mesh=mesh,
             specs={"norm": P(), "table": P(None, "model"), "w": P(None, "model")}, verbose=False,
         )  # fmt: skip
         assert [row.shape for row in sent.rows] == [(64,), (16, 32), (64, 32)]

@@ -123,12 +123,12 @@ def test_halves_over_several_axes_take_two_levels_and_exchanges_one(slow):
         return set(re.findall(name + r"\[[^\]]*axis_name=(\(.*?\))", program))
 
     both, node, gpu = "('node', 'gpu')", "('node',)", "('gpu',)"
-    scatter = lambda x: dq.psum_scatter(x, axes, tiled=True, method=CHEAP)
+    scatter = lambda x: dq.psum_scatter(x, axes, tiled=True, compression=CHEAP)
     assert moves(scatter, "reduce_scatter") == {gpu}
     assert moves(scatter, "ppermute") == {node}
-    assert moves(lambda x: dq.all_gather(x, axes, method=CHEAP), "all_gather") == {node, gpu}
+    assert moves(lambda x: dq.all_gather(x, axes, compression=CHEAP), "all_gather") == {node, gpu}
     eight = small(dq.DynamiQ(bits=8.5))
-    exchange = lambda x: dq.all_to_all(x, axes, 0, 0, tiled=True, method=eight)
+    exchange = lambda x: dq.all_to_all(x, axes, 0, 0, tiled=True, compression=eight)
     assert moves(exchange, "all_to_all") == {both}
 
 
@@ -178,7 +178,7 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind):
     expected = f"exact: bucket of {least - 2} bytes < min_bucket_bytes {least}"
     assert routes == [expected if fast else "compressed", "compressed"]
     forced = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
-    assert dq.explain(small, 8, method=forced, verbose=False).rows[0].route == "compressed"
+    assert dq.explain(small, 8, compression=forced, verbose=False).rows[0].route == "compressed"
 
 
 # Where compression starts to pay
@@ -222,7 +222,9 @@ def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, coll
     monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
     n, options = 4, {"tiled": True} if collective == "psum_scatter" else {}
     method = dq.Compression(dq.DynamiQ(backend="jnp"), topology=dq.Direct())
-    reduce = functools.partial(getattr(dq, collective), axis_name="data", method=method, **options)
+    reduce = functools.partial(
+        getattr(dq, collective), axis_name="data", compression=method, **options
+    )
     warnings.simplefilter("ignore")  # of large leaves that are not compressed
     native = {"psum": "psum", "psum_scatter": "reduce_scatter"}[collective]
     smallest = -(-least // (4 * n)) * n
@@ -236,7 +238,7 @@ def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, coll
 def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypatch):
     monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
     n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))
-    gather = functools.partial(dq.all_gather, axis_name="data", tiled=True, method=method)
+    gather = functools.partial(dq.all_gather, axis_name="data", tiled=True, compression=method)
     smallest = -(-psum_scatter_bytes(n) // (4 * n))
     for size, dtype in ((smallest - 1, "f32"), (smallest, "u32")):
         x = jax.ShapeDtypeStruct((size,), "float32")
@@ -249,6 +251,6 @@ def test_a_limit_that_the_user_gave_stands_for_scatters_too(given, compressed):
     """A MiB is a MiB: the ratio of the limits measured over NVLink is no business of it."""
     n, size = 4, 2**18  # f32: 1 MiB
     method = dq.Compression(CHEAP.method, min_bucket_bytes=given, min_leaf_size=1)
-    run = lambda x: dq.psum_scatter(x, "data", tiled=True, method=method)
+    run = lambda x: dq.psum_scatter(x, "data", tiled=True, compression=method)
     jaxpr = str(jax.make_jaxpr(run, axis_env=[("data", n)])(jnp.ones(size)))
     assert ("all_to_all" in jaxpr) == compressed

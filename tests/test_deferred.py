@@ -101,7 +101,7 @@ EVERY_DAY = (
 def test_losses_and_gradients_are_those_of_the_global_loss(name):
     """Compiled as users do: optimisations move types of unreduced values to constants."""
     method = EXACT if "unused" in name else F32
-    f = dq.value_and_grad(LOSSES[name], axis_name="data", method=method)
+    f = dq.value_and_grad(LOSSES[name], axis_name="data", compression=method)
     f = jax.jit(f, compiler_options=AS_USERS)
     within = {"rtol": 0.02, "atol": 0.02} if name == "in bf16" else {}
     assert_close(f(*placed()), plain(LOSSES[name]), **within)
@@ -119,7 +119,7 @@ def test_arguments_are_those_of_jax_value_and_grad():
         return masked(both, batch) ** power + jnp.mean(noise), aux
 
     options = {"argnums": (0, 2), "has_aux": True}
-    f = dq.value_and_grad(loss, axis_name="data", method=F32, **options)
+    f = dq.value_and_grad(loss, axis_name="data", compression=F32, **options)
     (value, aux), grads = jax.jit(f, static_argnames="power")(
         params, batch, params, dropout=key, power=2
     )
@@ -156,8 +156,8 @@ def test_a_window_of_micro_batches_is_reduced_once():
         return losses, reduce_grads(total)
 
     def ours(method):
-        f = dq.value_and_grad(masked, axis_name="data", method=method, reduce=False)
-        reduce_grads = functools.partial(dq.psum, axis_name="data", method=method)
+        f = dq.value_and_grad(masked, axis_name="data", compression=method, reduce=False)
+        reduce_grads = functools.partial(dq.psum, axis_name="data", compression=method)
         return functools.partial(accumulate, reduce_grads, f)
 
     native = functools.partial(accumulate, lambda total: total, jax.value_and_grad(masked))
@@ -183,7 +183,7 @@ def test_uses_without_a_rule_train_with_a_word():
         return masked(params, batch | {"x": batch["x"] + jnp.sin(own) * own})
 
     for loss, warned in ((looked_up, False), (added, False)):
-        f = jax.jit(dq.value_and_grad(loss, axis_name="data", method=F32))
+        f = jax.jit(dq.value_and_grad(loss, axis_name="data", compression=F32))
         with jax.set_mesh(mesh_of()), warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             found = f(params, batch, rows)
@@ -191,7 +191,7 @@ def test_uses_without_a_rule_train_with_a_word():
         assert bool(seen) == warned
     refused = lambda p, b: jnp.mean(p["up"][jnp.arange(3)] @ b["x"])
     with jax.set_mesh(mesh_of()), pytest.raises(Exception, match="out_sharding|sharding") as raised:
-        dq.value_and_grad(refused, axis_name="data", method=F32)(params, batch)
+        dq.value_and_grad(refused, axis_name="data", compression=F32)(params, batch)
     assert "Write a lookup as table.at[ids]" in raised.value.__notes__[0]
 
 
@@ -219,7 +219,7 @@ def passed(*names):
 
     def own(params, x):
         some = {name: params[name] for name in names}
-        return two(params | dq.reduce_in_backward(some, "data", method=CHEAP), x)
+        return two(params | dq.reduce_in_backward(some, "data", compression=CHEAP), x)
 
     return own
 
@@ -263,7 +263,7 @@ IN_PLAIN_JAX = {
     "one resharded": (resharded(two, P(), names=["in"]), "", ""),
     "passed": (passed("in", "out"), "", ""),
     "passed, resharded": (
-        lambda p, x: ALL(dq.reduce_in_backward(p, "data", method=CHEAP), x), "", "",
+        lambda p, x: ALL(dq.reduce_in_backward(p, "data", compression=CHEAP), x), "", "",
     ),
     "resharded, passed": (resharded(passed("in", "out"), P()), "2 sharded parameters", ""),
     "one passed, one resharded": (
@@ -306,7 +306,7 @@ def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
     args = placed, put(x, mesh, P("data"))
     with warnings.catch_warnings(record=True) as seen, jax.set_mesh(mesh):
         warnings.simplefilter("always")
-        f = functools.partial(dq.value_and_grad, loss, axis_name="data", method=CHEAP)
+        f = functools.partial(dq.value_and_grad, loss, axis_name="data", compression=CHEAP)
         found = compiled(f(gather=name not in OF_SHARDS), *args)[1]
         if sharded and name in OF_SHARDS:
             with pytest.raises(ValueError, match="gather=False"):
@@ -321,7 +321,7 @@ def test_an_assertion_that_a_gathered_parameter_fails_is_refused():
     mesh = mesh_of()
     params = put(dict.fromkeys(("in", "out"), jnp.ones((WIDTH, WIDTH))), mesh, P("data", None))
     loss = functools.partial(asserted, constrain=lax.with_sharding_constraint)
-    f = dq.value_and_grad(loss, axis_name="data", method=CHEAP)
+    f = dq.value_and_grad(loss, axis_name="data", compression=CHEAP)
     with pytest.raises(ValueError) as raised, jax.set_mesh(mesh):
         jax.eval_shape(f, params, put(jnp.ones((32, WIDTH)), mesh, P("data")))
     assert "call dq.with_sharding_constraint in the place" in "".join(raised.value.__notes__)
@@ -354,7 +354,7 @@ def test_shards_that_a_map_takes_stay_shards(each, told):
 
     def run(exchange, method):
         own = functools.partial(loss, exchange)
-        return dq.value_and_grad(own, axis_name="data", method=method, gather=False)
+        return dq.value_and_grad(own, axis_name="data", compression=method, gather=False)
 
     native = functools.partial(loss, lax.all_to_all)
     with jax.set_mesh(mesh):
@@ -364,7 +364,7 @@ def test_shards_that_a_map_takes_stay_shards(each, told):
     assert_close(found, expected)
     assert found[1]["experts"].sharding.spec == P("data", None, None)
     method = small(CHEAP.method, exclude=exclude)
-    exchange = functools.partial(dq.all_to_all, method=method, backward=None)
+    exchange = functools.partial(dq.all_to_all, compression=method, backward=None)
     compressed, moves = compiled(run(exchange, method), params, x)
     assert 1e-6 < float(vnmse(compressed(params, x)[1], expected[1])) < 0.1
     shared = 16 * WIDTH
@@ -380,14 +380,14 @@ def test_the_loss_is_traced_once_and_its_errors_are_its_own(sizes):
         calls.append(1)
         return masked(params, batch)
 
-    dq.value_and_grad(counted, axis_name="data", method=F32)(params, batch)
+    dq.value_and_grad(counted, axis_name="data", compression=F32)(params, batch)
     assert len(calls) == 1  # no search where nothing is wrong
 
     def wrong(params, batch):
         calls.append(1)
         raise ValueError("no such layer")
 
-    for options in ({"method": F32}, {}):
+    for options in ({"compression": F32}, {}):
         with pytest.raises(ValueError, match="no such layer") as raised:
             dq.value_and_grad(wrong, axis_name="data", **options)(params, batch)
         assert raised.value.__context__ is None  # or the user would read it twice
@@ -401,7 +401,7 @@ def test_errors():
     over_both = placed(mesh_of(4, 2), ("data", "model"))
 
     def of(loss=masked, **options):
-        return dq.value_and_grad(loss, **{"axis_name": "data", "method": F32} | options)
+        return dq.value_and_grad(loss, **{"axis_name": "data", "compression": F32} | options)
 
     keyed, three = of(lambda p, b, key=None: masked(p, b)), of(lambda p, b, c: masked(p, b))
     keyed(params, batch, None, key=KEY)
@@ -430,7 +430,7 @@ def test_errors():
 def test_the_derivative_of_gradients_is_that_of_the_exact_sum():
     """JAX's own transpose of a map of unreduced arrays is 8 times too large."""
     params, batch = placed()
-    f = dq.value_and_grad(masked, axis_name="data", method=F32)
+    f = dq.value_and_grad(masked, axis_name="data", compression=F32)
     norm = jax.grad(lambda p: optax.tree.norm(f(p, batch)[1], squared=True))
     of_plain = lambda p, b: optax.tree.norm(jax.grad(masked)(p, b), squared=True)
     expected = jax.jit(jax.grad(of_plain))(*network())
@@ -446,7 +446,8 @@ def test_vmap_of_unreduced_gradients_is_refused(form):
     (params, batch), mesh = placed(), mesh_of()
     several = put(jax.tree.map(lambda x: x[None], params), mesh)
     unreduced, summed_by_jax = (
-        form(dq.value_and_grad(masked, axis_name="data", method=method)) for method in (F32, None)
+        form(dq.value_and_grad(masked, axis_name="data", compression=method))
+        for method in (F32, None)
     )
     with jax.set_mesh(mesh):
         found = jax.vmap(summed_by_jax, in_axes=(0, None))(several, batch)
@@ -481,7 +482,7 @@ def test_axes_of_size_1_count_for_nothing(axis, of_batch, of_loss):
     """Types name them: those of parameters, of the batch, of the loss and of the data axes."""
     params, batch = placed_on_ones(of_batch)
     own = functools.partial(on_ones, out_sharding=P(of_loss))
-    options = {"axis_name": axis, "method": F32, "metrics": True}
+    options = {"axis_name": axis, "compression": F32, "metrics": True}
     within = axis == of_batch == of_loss
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -495,7 +496,7 @@ def test_axes_of_size_1_count_for_nothing(axis, of_batch, of_loss):
 def test_types_of_what_a_loss_closes_over_stay_as_they_are():
     """JAX has no rule for these types in the loss's products, and sums their gradients."""
     own = functools.partial(on_ones, out_sharding=P("data"))
-    found = jax.jit(closed(own, axis_name="data", method=F32))(*placed_on_ones(BOTH))
+    found = jax.jit(closed(own, axis_name="data", compression=F32))(*placed_on_ones(BOTH))
     assert_close(found, plain(on_ones))
 
 
@@ -504,7 +505,7 @@ def test_types_of_what_a_loss_closes_over_stay_as_they_are():
 
 @functools.cache
 def unreduced(axes="data", mesh=None):
-    f = dq.value_and_grad(masked, axis_name=axes, method=F32, reduce=False)
+    f = dq.value_and_grad(masked, axis_name=axes, compression=F32, reduce=False)
     return jax.jit(f)(*placed(mesh, axes))[1]
 
 
@@ -513,8 +514,10 @@ def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
     assert unreduced_axes(grads["up"]) == {"data"}
     assert not unreduced_axes(grads["bias"])
     expected = plain(masked)[1]
-    assert_close(jax.jit(lambda g: dq.psum(g, "data", method=F32))(grads), expected)
-    found = dq.reduce(grads, "data", op="sum", method=CHEAP, metrics=True, key=jax.random.key(0))
+    assert_close(jax.jit(lambda g: dq.psum(g, "data", compression=F32))(grads), expected)
+    found = dq.reduce(
+        grads, "data", op="sum", compression=CHEAP, metrics=True, key=jax.random.key(0)
+    )
     assert 1e-6 < float(vnmse(jax.device_get(found.tree), expected)) < 0.1
     assert float(found.metrics.vnmse) > 0
 
@@ -523,11 +526,11 @@ def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
     """FSDP with accumulation: gradients of whole parameters are added, then scattered once."""
     specs = {"up": P("data"), "bias": P(), "down": P(None, "data"), "scale": P()}
     params, batch = put(network()[0], mesh_of(), specs), placed()[1]
-    f = dq.value_and_grad(masked, axis_name="data", method=F32, reduce=False)
+    f = dq.value_and_grad(masked, axis_name="data", compression=F32, reduce=False)
 
     def twice(params, batch):
         total = jax.tree.map(jnp.add, f(params, batch)[1], f(params, batch)[1])
-        return dq.psum(total, "data", method=F32, specs=specs)
+        return dq.psum(total, "data", compression=F32, specs=specs)
 
     program, moves = compiled(twice, params, batch)
     grads = program(params, batch)

@@ -90,7 +90,7 @@ WAYS += [("pmean", "ring"), ("all_gather", None)]
 def test_a_group_has_the_bits_of_an_axis(name, way):
     """Groups in the order of a mesh's rows: what the mesh's second axis gives."""
     x, key = gradient(0, N, SIZE), jax.random.key(3)
-    options = {"method": METHOD, "key": key, **TILED[name]}
+    options = {"compression": METHOD, "key": key, **TILED[name]}
     if way is not None:
         options["topology"] = TOPOLOGIES[way][0]
     collective, _ = COLLECTIVES[name]
@@ -125,7 +125,9 @@ def test_every_method_sums_in_groups(method):
     x = gradient(1, N, SIZE)
 
     def one(x):
-        return dq.psum(x, "data", method=method, axis_index_groups=GROUPS, key=jax.random.key(0))
+        return dq.psum(
+            x, "data", compression=method, axis_index_groups=GROUPS, key=jax.random.key(0)
+        )
 
     found = np.asarray(on_devices(rows(one), x))
     for group in GROUPS:
@@ -144,7 +146,7 @@ def test_groups_differentiate_as_lax():
 
         return on_devices(rows(one), x)
 
-    found, expected = grads(functools.partial(dq.psum, method=method)), grads(lax.psum)
+    found, expected = grads(functools.partial(dq.psum, compression=method)), grads(lax.psum)
     np.testing.assert_allclose(found, expected, rtol=0.05, atol=0.05 * np.abs(expected).max())
 
 
@@ -204,7 +206,7 @@ def replicated_and_not(reduce):
 
 
 def test_the_mean_of_what_is_replicated_is_itself():
-    mean = functools.partial(dq.pmean, method=low(METHOD.method), key=jax.random.key(1))
+    mean = functools.partial(dq.pmean, compression=low(METHOD.method), key=jax.random.key(1))
     with pytest.warns(UserWarning, match="do not vary over axis 'data'"):
         found, fixed, x = replicated_and_not(mean)
     native, _, _ = replicated_and_not(lax.pmean)
@@ -220,7 +222,7 @@ def test_the_mean_of_what_is_replicated_is_itself():
 
 def test_the_sum_of_what_is_replicated_and_small_is_that_of_lax():
     method = dq.Compression(dq.DynamiQ(), min_leaf_size=5 * SIZE, min_bucket_size=1)
-    found, _, _ = replicated_and_not(functools.partial(dq.psum, method=method))
+    found, _, _ = replicated_and_not(functools.partial(dq.psum, compression=method))
     native, _, _ = replicated_and_not(lax.psum)
     assert_same_bits(found, native)
 
@@ -252,7 +254,7 @@ def test_derivatives_are_those_of_lax(name, mapped_by):
         return jax.jit(jax.shard_map(of_row, mesh=auto_mesh(N), **specs))((x, y))
 
     ours, native = COLLECTIVES[name]
-    found, expected = transposed(functools.partial(ours, method=METHOD)), transposed(native)
+    found, expected = transposed(functools.partial(ours, compression=METHOD)), transposed(native)
     for own, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
 
@@ -270,7 +272,7 @@ def test_derivatives_pass_states_of_integers(check_vma):
         own = jax.tree.map(lambda a: a[0], state)
 
         def loss(x):
-            found = dq.reduce(x[0], "data", op="sum", method=method, state=own)
+            found = dq.reduce(x[0], "data", op="sum", compression=method, state=own)
             total = jnp.sum(found.tree * weight[0])
             return lax.psum(total, "data") if check_vma else total, found.state
 
@@ -295,7 +297,7 @@ def test_a_half_reduced_leaf_is_left_to_lax():
         specs = {"in_specs": P(("a", "b")), "out_specs": P("b")}
         return jax.jit(jax.shard_map(one, mesh=mesh, **specs))(x)
 
-    assert_same_bits(run(functools.partial(dq.psum, method=METHOD)), run(lax.psum))
+    assert_same_bits(run(functools.partial(dq.psum, compression=METHOD)), run(lax.psum))
 
 
 # all_gather(to=...)
@@ -320,7 +322,7 @@ def test_what_is_gathered_is_typed_and_differentiates_as_lax(to, method):
 
         return jax.device_get(on_devices(one, x, check_vma=True))
 
-    ours = functools.partial(dq.all_gather, method=method, key=jax.random.key(0))
+    ours = functools.partial(dq.all_gather, compression=method, key=jax.random.key(0))
     (grads, found), (expected_grads, expected) = run(ours), run(lax.all_gather)
     assert types[0] == types[-1]
     np.testing.assert_allclose(grads, expected_grads, rtol=1e-6)
@@ -355,9 +357,9 @@ def test_dimensions_count_from_the_last():
 
 
 EAGER = {
-    "psum": functools.partial(dq.psum, method=METHOD),
-    "psum_scatter": functools.partial(dq.psum_scatter, method=METHOD, tiled=True),
-    "all_gather": functools.partial(dq.all_gather, method=METHOD, tiled=True),
+    "psum": functools.partial(dq.psum, compression=METHOD),
+    "psum_scatter": functools.partial(dq.psum_scatter, compression=METHOD, tiled=True),
+    "all_gather": functools.partial(dq.all_gather, compression=METHOD, tiled=True),
 }
 
 

@@ -27,7 +27,7 @@ PARAMS = {
 
 
 def sharded(inner):
-    return promoting(dq.optax.sharded(inner, "data", method=EXACT, differences=EXACT))
+    return promoting(dq.optax.sharded(inner, "data", compression=EXACT, differences=EXACT))
 
 
 def begin(inner, params=PARAMS):

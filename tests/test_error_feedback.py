@@ -118,7 +118,7 @@ def test_every_bucket_has_a_memory_of_its_own():
     own = jax.tree.map(lambda x: x[0], tree)
     request = dataclasses.replace(method, bucket_bytes=0, topology=DIRECT)
     state = request.init_state(own, 3, stacked=True)
-    reduce = functools.partial(dq.reduce, axis_name="data", method=request)
+    reduce = functools.partial(dq.reduce, axis_name="data", compression=request)
     step = jax.jit(jax.vmap(lambda x, state: reduce(x, state=state), axis_name="data"))
     for _ in range(2):
         found, state, _ = step(tree, state)
@@ -225,7 +225,7 @@ def test_without_state_and_in_halves_it_is_refused():
         (NotImplementedError, "does not do psum_scatter", scatter, method),
         (NotImplementedError, r"topology=Ring\(.*leave topology=None", dq.psum, thc),
     ):
-        call = functools.partial(collective, axis_name="data", method=own)
+        call = functools.partial(collective, axis_name="data", compression=own)
         with pytest.raises(error, match=words):
             jax.eval_shape(jax.vmap(call, axis_name="data"), x)
 
@@ -248,7 +248,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
     @jax.jit
     @functools.partial(jax.vmap, axis_name="data")
     def step(x, state):
-        found = dq.reduce(x, "data", op="sum", key=KEY, method=method, state=state)
+        found = dq.reduce(x, "data", op="sum", key=KEY, compression=method, state=state)
         return found.tree, found.state
 
     first = as_compression(method).init_state(usual[0], 4, stacked=True)
@@ -271,7 +271,7 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
 
     def one(x, state):
-        options = {"op": "sum", "method": method, "topology": topology, "key": KEY}
+        options = {"op": "sum", "compression": method, "topology": topology, "key": KEY}
         return dq.reduce(x, ("a", "b"), state=state, **options)[:2]
 
     step = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))
@@ -289,7 +289,7 @@ def test_explain_says_what_the_method_within_may_err():
     alone = dq.DynamiQ(bits=3)
     options = {"topology": DIRECT, "verbose": False}
     ours, theirs = (
-        dq.explain(tree, 8, method=small(method), **options)
+        dq.explain(tree, 8, compression=small(method), **options)
         for method in (dq.ErrorFeedback(alone), alone)
     )
     assert ours.relative_error == theirs.relative_error > 0.35
@@ -305,10 +305,13 @@ def test_memories_that_grow_are_warned_of_with_the_number():
         method = small(dq.ErrorFeedback(dq.DynamiQ(bits=bits)), topology=topology)
         state = method.init_state(jax.ShapeDtypeStruct((300_000,), jnp.float32), 4)
         one = jax.vmap(
-            lambda x: dq.reduce(x, "data", method=method, state=state).tree, axis_name="data"
+            lambda x: dq.reduce(x, "data", compression=method, state=state).tree, axis_name="data"
         )
         jax.eval_shape(one, x)
-        return dq.explain(x.update(shape=(300_000,)), 4, method=method, verbose=False).advice or ""
+        return (
+            dq.explain(x.update(shape=(300_000,)), 4, compression=method, verbose=False).advice
+            or ""
+        )
 
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")

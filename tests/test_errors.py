@@ -228,7 +228,9 @@ SUMS_AND_FACTS = {
     **{name: functools.partial(f, axis_name="data") for name, f in UNMAPPED.items()},
     "explain": functools.partial(dq.explain, n_workers=2),
     "init_state": functools.partial(dq.Compression().init_state, n_workers=2),
-    "by path": functools.partial(dq.pmean, axis_name="data", method=lambda path, x: dq.DynamiQ()),
+    "by path": functools.partial(
+        dq.pmean, axis_name="data", compression=lambda path, x: dq.DynamiQ()
+    ),
 }
 del SUMS_AND_FACTS["reduce_in_backward"], SUMS_AND_FACTS["all_reduce"]
 
@@ -269,12 +271,13 @@ REFUSED = [
 ]  # fmt: skip
 REFUSED += [
     (ValueError, {"axis_name": ("data", "data")}, "('data', 'data')", "twice", "pass each once"),
-    (ValueError, {"method": dq.Compression(topology=dq.Ring()), "topology": dq.Direct()},
-     "topology=Direct(", "method has topology=Ring(", "pass one of them"),
-    (NotImplementedError, {"method": dq.DynamiQ(backend="triton")}, "backend='triton'", *NOT_HERE),
-    (ValueError, {"method": 5.0}, "method=5.0", *NO_METHOD),
-    (ValueError, {"method": dq.Ring()}, "method=Ring()", *NO_METHOD),
-    (ValueError, {"method": dq.DynamiQ}, "DynamiQ", *NO_METHOD),
+    (ValueError, {"compression": dq.Compression(topology=dq.Ring()), "topology": dq.Direct()},
+     "topology=Direct(", "compression has topology=Ring(", "pass one of them"),
+    (NotImplementedError, {"compression": dq.DynamiQ(backend="triton")},
+     "backend='triton'", *NOT_HERE),
+    (ValueError, {"compression": 5.0}, "compression=5.0", *NO_METHOD),
+    (ValueError, {"compression": dq.Ring()}, "compression=Ring()", *NO_METHOD),
+    (ValueError, {"compression": dq.DynamiQ}, "DynamiQ", *NO_METHOD),
     (ValueError, {"topology": dq.Ring}, *NO_TOPOLOGY),
     (ValueError, {"topology": "ring"}, *NO_TOPOLOGY),
     (ValueError, {"topology": dq.DynamiQ()}, *NO_TOPOLOGY),
@@ -337,7 +340,7 @@ def test_a_state_is_of_leaves_that_vary():
 
     def one(tree, x):
         state = as_compression(method).init_state(tree, 8)
-        return dq.reduce(tree, "data", method=method, state=state).tree
+        return dq.reduce(tree, "data", compression=method, state=state).tree
 
     with raises(ValueError, "leaf ['w']", "do not vary over axis 'data'", "to='varying'"):
         shard_mapped(one, tree, jnp.ones(8), in_specs=(P(), P("data")))

@@ -147,11 +147,11 @@ def test_wire_bits_are_what_the_program_moves(name):
     row, n = EVERY_METHOD[name], 4
     topology = route(row, n, turn=NAMES.index(name))
     topology = dq.Ring() if topology == LOOP else topology  # a loop's body counts once
-    options = {"method": row.method, "topology": topology}
+    options = {"compression": row.method, "topology": topology}
 
-    def with_state(tree, axis_name, method, topology=None):
-        state = as_compression(method).init_state(tree, n)
-        options = {"op": "sum", "method": method, "topology": topology}
+    def with_state(tree, axis_name, compression, topology=None):
+        state = as_compression(compression).init_state(tree, n)
+        options = {"op": "sum", "compression": compression, "topology": topology}
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 

@@ -52,7 +52,7 @@ def test_smallest_bucket_grows_with_workers_unless_given():
     assert smallest(dq.DynamiQ(format=dq.Format(super_group_size=1024)), 8) == 2**20
     given = dq.Compression(dq.DynamiQ(), min_bucket_size=70_000)
     assert smallest(given, 64) == 70_000
-    rows = dq.explain(TREE, 64, method=given, verbose=False).rows
+    rows = dq.explain(TREE, 64, compression=given, verbose=False).rows
     assert [row.route == "compressed" for row in rows] == [False, True, False, True, False, False]
 
 
@@ -68,7 +68,7 @@ def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
     )
     limits = limits_of(given, 8, fast_links=True)
     assert (limits.min_bucket_bytes, limits.bucket_bytes) == (300_000, 400_000)
-    found = routes(dq.explain(TREE, 8, method=given, verbose=False))
+    found = routes(dq.explain(TREE, 8, compression=given, verbose=False))
     assert found["['big']"] == found["['half'][0]"] == "compressed"
     assert found["['few']"] == "exact: bucket of 10000 bytes < min_bucket_bytes 300000"
 
@@ -98,13 +98,13 @@ def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     leaves = [jax.ShapeDtypeStruct((d,), jnp.float32) for d in (3000, 3000, 9000, 20000, 1000)]
     leaves.append(jax.ShapeDtypeStruct((3000,), jnp.bfloat16))
     method = dq.Compression(dq.DynamiQ(), bucket_bytes=40000, **SMALL)
-    rows = dq.explain(leaves, 2, method=method, verbose=False).rows
+    rows = dq.explain(leaves, 2, compression=method, verbose=False).rows
     buckets = [row.bucket for row in rows]
     assert buckets[0] == buckets[1]  # 6000 coordinates of 10000
     assert buckets[2] == buckets[4] != buckets[0]  # 9000 more would not fit, but 9000 and 1000 do
     assert len({buckets[0], buckets[2], buckets[3], buckets[5]}) == 4  # large alone, bf16 apart
     method = dq.Compression(dq.comparators.MXFP8(), bucket_bytes=0, **SMALL)
-    separate = dq.explain(leaves, 2, method=method, verbose=False)
+    separate = dq.explain(leaves, 2, compression=method, verbose=False)
     assert len({row.bucket for row in separate.rows}) == 6
 
 
@@ -229,7 +229,7 @@ def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     assert plain.fastest is None and plain.ways[0].wire_ms is None
     # A method that does not scatter has no ways to compare, but a time.
     method = dq.ErrorFeedback(dq.comparators.MXFP8())
-    alone = dq.explain(LARGE, 8, method=method, verbose=False, rate="25gbit")
+    alone = dq.explain(LARGE, 8, compression=method, verbose=False, rate="25gbit")
     assert f"At 25gbit the wire takes {alone.wire_bytes / 1e6 * 0.32:,.1f} ms" in alone.fastest
 
 
@@ -253,7 +253,7 @@ def test_spellings_of_a_rate(rate, expected):
 def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts():
     """A host of eight sends between four hosts what one of four workers does."""
     method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
-    told = {"method": method, "verbose": False, "rate": "25gbit"}
+    told = {"compression": method, "verbose": False, "rate": "25gbit"}
     whole = dq.explain(LARGE, 4, topology=dq.Butterfly(), **told)
     hosts = dq.explain(LARGE, (4, 8), **told)
     pairs = zip(hosts.ways, whole.ways, strict=True)
@@ -273,7 +273,7 @@ def test_a_rate_means_slow_links_and_one_axis_has_no_outer_bytes():
     for _ in range(20):
         sizes = rng.integers(64, 1024, (rng.integers(3, 20), 2))
         tree = [jax.ShapeDtypeStruct(tuple(map(int, shape)), jnp.float32) for shape in sizes]
-        assert "outer axes" not in str(dq.explain(tree, 8, method=method, verbose=False))
+        assert "outer axes" not in str(dq.explain(tree, 8, compression=method, verbose=False))
 
 
 def test_columns_are_as_wide_as_their_numbers():

@@ -105,7 +105,7 @@ def test_small_arrays_travel_as_the_page_says():
     def compressed(size: str, less: int, **limits) -> bool:
         x = jax.ShapeDtypeStruct((int(size) - less,), jnp.float32)
         method = dq.Compression(page().Int8(), topology=dq.Direct(), **limits)
-        return dq.explain(x, N, method=method, verbose=False).rows[0].route == "compressed"
+        return dq.explain(x, N, compression=method, verbose=False).rows[0].route == "compressed"
 
     assert compressed(bucket, 0)
     assert not compressed(bucket, 1)
@@ -135,7 +135,9 @@ def test_what_is_not_finite_makes_its_block_nan_on_all_workers(value):
     places = np.arange(0, x.shape[1], 65)  # one in nearly every block, each time a place further
     x[1, places] = value
     method = small(page().Int8(), topology=dq.Ring())
-    run = jax.jit(jax.vmap(lambda x: dq.psum(x, "data", method=method, key=KEY), axis_name="data"))
+    run = jax.jit(
+        jax.vmap(lambda x: dq.psum(x, "data", compression=method, key=KEY), axis_name="data")
+    )
     found, expected = np.asarray(run(x)), np.zeros(x.shape[1] // 64, bool)
     expected[places // 64] = True
     np.testing.assert_array_equal(np.isnan(found), np.tile(np.repeat(expected, 64), (N, 1)))
@@ -150,7 +152,7 @@ EXACT_OVER += [dq.Direct(transport="permutes"), dq.Ring(unroll_up_to=1)]
 def test_a_derived_scatter_puts_every_sum_in_its_place(topology):
     """F32 loses nothing, so that its scatter is JAX's up to the order of additions."""
     x, method = shares(), small(dq.F32(), topology=topology)
-    ours = lambda x: dq.psum_scatter(x, "data", method=method)
+    ours = lambda x: dq.psum_scatter(x, "data", compression=method)
     theirs = lambda x: jax.lax.psum_scatter(x, "data")
     found, right = (jax.jit(jax.vmap(f, axis_name="data"))(x) for f in (ours, theirs))
     np.testing.assert_allclose(found, right, rtol=1e-4, atol=1e-4)
@@ -169,7 +171,7 @@ def test_error_feedback_makes_up_for_what_it_lost(route):
     states = jax.tree.map(lambda s: jnp.broadcast_to(s, (N, *s.shape)), state)
 
     def step(x, key, state):
-        return dq.reduce(x, "data", op="sum", method=method, key=key, state=state)
+        return dq.reduce(x, "data", op="sum", compression=method, key=key, state=state)
 
     run = jax.jit(jax.vmap(step, (0, None, 0), axis_name="data"))
     exact, found = {"w": x["w"].sum(0)}, []
@@ -183,7 +185,9 @@ def test_error_feedback_makes_up_for_what_it_lost(route):
 
 def test_explain_knows_its_bits_and_the_ways_to_train():
     leaf = jax.ShapeDtypeStruct((N * 64 * 100,), jnp.float32)
-    told = dq.explain(leaf, N, method=small(page().Int8(), topology=dq.Direct()), verbose=False)
+    told = dq.explain(
+        leaf, N, compression=small(page().Int8(), topology=dq.Direct()), verbose=False
+    )
     assert told.bits_per_coord == pytest.approx(8 + 32 / 64)
     sent = {way.name: way.sent_bytes for way in told.ways}
     # The scatter is half of an all-reduce; the rest is the default for parameters.
@@ -251,21 +255,21 @@ def test_an_unfinished_quantiser_is_told_what_it_lacks():
         own = small(method, topology=dq.Direct())
         with pytest.raises(error, match=text):
             jax.eval_shape(
-                jax.vmap(lambda x, m=own: dq.psum(x, "data", method=m), axis_name="data"), x
+                jax.vmap(lambda x, m=own: dq.psum(x, "data", compression=m), axis_name="data"), x
             )
 
 
 def shaped(method) -> tuple[int, ...]:
     """The shape of a sum by a method."""
     x = jax.ShapeDtypeStruct((N, 1000), jnp.float32)
-    total = lambda x: dq.psum(x, "data", method=small(method, topology=dq.Direct()))
+    total = lambda x: dq.psum(x, "data", compression=small(method, topology=dq.Direct()))
     return jax.eval_shape(jax.vmap(total, axis_name="data"), x).shape
 
 
 def explained(method):
     """The explanation of an all-reduce by a method."""
     leaf = jax.ShapeDtypeStruct((1000,), jnp.float32)
-    return dq.explain(leaf, N, method=small(method, topology=dq.Direct()), verbose=False)
+    return dq.explain(leaf, N, compression=small(method, topology=dq.Direct()), verbose=False)
 
 
 class Whole(methods.PlainMethod):
@@ -364,7 +368,7 @@ def test_training_passes_on_what_a_quantiser_is_told(name):
     w, x = place((64, 64), jax.P()), place((N, 64), jax.P("data"))
     method = small(Bent(), topology=dq.Direct())
     loss = lambda w, x: jnp.mean((x @ w) ** 2)
-    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", method=method)
+    grad_fn = dq.value_and_grad(loss, mesh=mesh, axis_name="data", compression=method)
     with pytest.raises(ValueError, match=r"Bent.decode returned shape \(64,\)"):
         jax.jit(grad_fn).lower(w, x)
 

@@ -233,7 +233,7 @@ def test_loss_is_the_mean_over_answer_tokens_of_all_workers(tmp_path):
     loss_fn, mesh = finetune_hf.make_loss(config), auto_mesh(N)
     batch = next(finetune_hf.train_batches(data, 1, rows=n, seed=0))
     of_one, grads = jax.jit(jax.value_and_grad(loss_fn))(params, *batch)
-    parallel = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", method=dq.F32())
+    parallel = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", compression=dq.F32())
     of_all, mean = parallel(params, *batch)
     np.testing.assert_allclose([of_one, of_all], expected, rtol=1e-5)
     assert_close(mean, grads, rtol=1e-3)

@@ -23,7 +23,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.collectives import sum as sums
 from dynamiq_jax.methods.metrics import vnmse
 
-OPTIONS = {"axis_name": "data", "method": EXACT}
+OPTIONS = {"axis_name": "data", "compression": EXACT}
 
 
 def arrays():
@@ -314,7 +314,7 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         _, like = jax.eval_shape(f, params, jax.tree.map(lambda x: x[0], halves))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
         terms, (values, tokens) = lax.scan(add, zeros, halves)
-        return (jnp.sum(values), dq.psum(terms, "data", method=EXACT)), jnp.sum(tokens)
+        return (jnp.sum(values), dq.psum(terms, "data", compression=EXACT)), jnp.sum(tokens)
 
     def whole(params):
         losses = jax.vmap(lambda half: own_loss(params, half)[0])(halves)
@@ -425,7 +425,7 @@ def test_nothing_of_jax_is_replaced_while_a_loss_is_traced(kind):
     def step():
         with jax.set_mesh(mesh):
             put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))
-            f = dq.value_and_grad(constrained, axis_name="data", mesh=mesh, method=CHEAP)
+            f = dq.value_and_grad(constrained, axis_name="data", mesh=mesh, compression=CHEAP)
             return jax.jit(f)(put(params, P()), put(batch, P("data")))
 
     step()  # imports what JAX imports when it is first wanted
@@ -507,7 +507,7 @@ def test_constraints_in_loops_branches_checkpoints_and_rules():
         return jax.tree.map(lambda *own: sum(own) / 4, *found)
 
     f = dq.value_and_grad(
-        constrained_everywhere, axis_name="data", mesh=mesh, specs=P(), method=EXACT
+        constrained_everywhere, axis_name="data", mesh=mesh, specs=P(), compression=EXACT
     )
     found, expected = jax.jit(f)(params, x), by_worker(params, x)
     assert_close(found, expected)
@@ -635,7 +635,7 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
     params, batch = arrays()
     up = jax.random.normal(jax.random.key(4), (16, 4096)) / 16
     frozen = {"up": up, "down": jax.random.normal(jax.random.key(5), (4096, 16)) / 64}
-    eight = functools.partial(dq.all_gather, method=low(dq.DynamiQ(bits=8)))
+    eight = functools.partial(dq.all_gather, compression=low(dq.DynamiQ(bits=8)))
     gathers = {"exact": lax.all_gather, "8 bits": eight}
 
     def lora(params, x, *, frozen, how=None):
@@ -706,9 +706,9 @@ def test_specs_by_name_cover_all_arguments():
 def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
     params, batch = arrays()
     specs = {"up": P(None, "model"), "down": P()}
-    f = ours(loss, mesh_of(2, 2), reduce=False, specs=specs, method=CHEAP)
+    f = ours(loss, mesh_of(2, 2), reduce=False, specs=specs, compression=CHEAP)
     run = lambda params, batch: dq.reduce(
-        f(params, batch)[1], "data", op="sum", method=CHEAP, metrics=True
+        f(params, batch)[1], "data", op="sum", compression=CHEAP, metrics=True
     )
     found, expected = run(params, batch), jax.jit(run)(params, batch)
     assert_close(found, expected)

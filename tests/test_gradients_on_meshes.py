@@ -53,7 +53,7 @@ class Layout(NamedTuple):
         options = {
             "mesh": self.make(kind),
             "axis_name": self.data,
-            "method": METHODS[kind],
+            "compression": METHODS[kind],
         } | options
         return dq.value_and_grad(model, **specs | options)
 
@@ -138,7 +138,7 @@ def test_integers_among_parameters_have_no_gradient(kind, name):
     params |= added | {"times": 3}
     specs = {name: P() for name in params} | layout.specs | {"signs": split, "kept": split}
     told = {"specs": specs} if kind == "automatic" else {}
-    common = {"mesh": layout.make(kind), "axis_name": layout.data, "method": METHODS[kind]}
+    common = {"mesh": layout.make(kind), "axis_name": layout.data, "compression": METHODS[kind]}
     found = dq.value_and_grad(with_integers, allow_int=True, **common | told)
     for f in (found, jax.jit(found)):
         value, grads = f(params, x)
@@ -157,12 +157,12 @@ def test_integers_stand_beside_states_and_what_has_no_gradient_is_refused(kind):
     common = {"mesh": DATA.make(kind), "axis_name": "data"}
     method = small(dq.ErrorFeedback(EIGHT.method), exclude="bias|scale")
     state = method.init_state(params, 8, stacked=True)
-    f = dq.value_and_grad(with_integers, method=method, allow_int=True, metrics=True, **common)
+    f = dq.value_and_grad(with_integers, compression=method, allow_int=True, metrics=True, **common)
     (_, found) = f(params, x, state=state)
     assert jax.tree.structure(found.tree) == jax.tree.structure(params)
     assert found.tree["signs"].dtype == jax.dtypes.float0
     assert float(found.metrics.vnmse) > 0 and np.any(jax.tree.leaves(found.state)[0])
-    loss = functools.partial(dq.value_and_grad, with_integers, method=method, **common)
+    loss = functools.partial(dq.value_and_grad, with_integers, compression=method, **common)
     with pytest.raises(TypeError, match=r"'kept'\] is bool.* or allow_int=True"):
         loss()(params, x)
     with pytest.raises(TypeError, match=r"'key'\] is key.* no gradient"):
@@ -178,7 +178,7 @@ DATA = Layout({"data": 8}, "data", P())
 def test_a_call_is_one_program_whose_copies_are_equal_and_follow_the_key(kind):
     """Outside of `jax.jit`, too."""
     method, args = dataclasses.replace(METHODS[kind], method=EIGHT.method), DATA.placed(kind)
-    f = DATA.ours(kind, method=method, metrics=True)
+    f = DATA.ours(kind, compression=method, metrics=True)
     found = [jax.jit(f)(*args, key=jax.random.key(i)) for i in (0, 0, 1)]
     for value, reduced in found:
         assert_close(value, expected()[0])
@@ -228,7 +228,7 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
 
     args = layout.placed(kind)
     method = as_compression(METHODS[kind], dq.Direct())
-    program = jax.jit(layout.ours(kind, method=method)).lower(*args).compile()
+    program = jax.jit(layout.ours(kind, compression=method)).lower(*args).compile()
     assert moved(program) == moved(native.lower(*layout.placed()).compile()) > 0  # activations
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
 
@@ -245,7 +245,7 @@ def test_gradients_of_shards_are_compressed(route):
     args = layout.placed()
 
     def program(method):
-        return jax.jit(layout.ours(method=method)).lower(*args, key=key).compile()
+        return jax.jit(layout.ours(compression=method)).lower(*args, key=key).compile()
 
     compiled = program(as_compression(EIGHT, ROUTES[route]))
     hlo, plain = compiled.as_text(), program(EXACT).as_text()
@@ -263,7 +263,7 @@ REFUSED = [
     ("tensor parallel", {}, ValueError,
      r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="),
     ("fsdp", {"metrics": True}, NotImplementedError, "sharded over the data axes.*metrics=False"),
-    ("fsdp", {"method": dq.comparators.THC()}, NotImplementedError, "THC.*psum_scatter"),
+    ("fsdp", {"compression": dq.comparators.THC()}, NotImplementedError, "THC.*psum_scatter"),
 ]  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def test_a_state_of_model_shards(kind):
     # On Explicit meshes the loss's elementwise uses of vectors are summed by JAX.
     method = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
     method = small(method, exclude="bias|scale")
-    f = jax.jit(layout.ours(kind, method=method))
+    f = jax.jit(layout.ours(kind, compression=method))
     placing = {"mesh": layout.make(kind), "specs": layout.specs}
     state, every, plain = method.init_state(args[0], 4, stacked=True, **placing), [], expected()[1]
     for _ in range(8):
@@ -330,6 +330,6 @@ class Seeds(dq.F32):
 
 def test_groups_that_scatter_apart_do_so_with_different_noise():
     layout = LAYOUTS["hsdp"]
-    f = layout.ours(method=small(Seeds(), topology=dq.Direct()))
+    f = layout.ours(compression=small(Seeds(), topology=dq.Direct()))
     grads = f(*layout.placed(), key=jax.random.key(1))[1]
     assert np.all(np.asarray(grads["up"]) != 0)

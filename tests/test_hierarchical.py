@@ -25,7 +25,7 @@ def on_one_device(axes, method, topology):
     """jit of (tree with a leading axis of workers for each of the mapped ``axes``, key)."""
 
     def one(tree, key):
-        return dq.psum(tree, NAMES[-axes:], method=method, topology=topology, key=key)
+        return dq.psum(tree, NAMES[-axes:], compression=method, topology=topology, key=key)
 
     mapped = one
     for name in reversed(NAMES[-axes:]):
@@ -39,7 +39,7 @@ def on_a_mesh(sizes, method, topology, x, key):
 
     def one(x, key):
         x = x.reshape(x.shape[len(sizes) :])
-        return dq.psum(x, axes, method=method, topology=topology, key=key)
+        return dq.psum(x, axes, compression=method, topology=topology, key=key)
 
     specs = {"mesh": mesh_of(*sizes, names=axes), "in_specs": (P(*axes), P()), "out_specs": P()}
     result = jax.jit(jax.shard_map(one, **specs))(x, key)
@@ -127,7 +127,7 @@ def test_derivatives_are_those_of_the_exact_sum():
         mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
         return np.asarray(jax.jit(mapped)(x, tangent))
 
-    ours = pushed(dq.psum, method=CHEAP, topology=dq.Hierarchical(outer=dq.Ring()))
+    ours = pushed(dq.psum, compression=CHEAP, topology=dq.Hierarchical(outer=dq.Ring()))
     assert_same_bits(ours, pushed(lax.psum))
 
 
@@ -174,8 +174,10 @@ def halves(x, method, topology, sizes=(2, 4)):
     axes, method = NAMES[-len(sizes) :], as_compression(method, topology)
 
     def one(x, key):
-        mine = dq.psum_scatter(x[0], axes, tiled=True, method=method, key=key)
-        return mine, dq.all_gather(mine, axes, tiled=True, to="invarying", method=method, key=key)
+        mine = dq.psum_scatter(x[0], axes, tiled=True, compression=method, key=key)
+        return mine, dq.all_gather(
+            mine, axes, tiled=True, to="invarying", compression=method, key=key
+        )
 
     specs = {"in_specs": (P(axes), P()), "out_specs": (P(axes), P())}
     mapped = jax.jit(jax.shard_map(one, mesh=mesh_of(*sizes, names=axes), **specs))
@@ -218,7 +220,7 @@ def test_payloads_gathered_on_two_levels_decode_to_the_bits_of_one():
 
     def gathered(topology):
         def one(x, key):
-            return dq.all_gather(x, axes, method=as_compression(CHEAP, topology), key=key)
+            return dq.all_gather(x, axes, compression=as_compression(CHEAP, topology), key=key)
 
         mapped = jax.vmap(jax.vmap(one, (0, None), axis_name="gpu"), (0, None), axis_name="node")
         on_mesh = jax.shard_map(lambda x, key: one(x[0], key)[None], **specs)

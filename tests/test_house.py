@@ -41,12 +41,12 @@ def trace(reduce):
 
 def psum(tree):
     """Over `Direct`, whose first step is an all-to-all."""
-    return dq.psum(tree, "data", method=CHEAP, topology=dq.Direct())
+    return dq.psum(tree, "data", compression=CHEAP, topology=dq.Direct())
 
 
 EXPLICIT = mesh_of(8, kind=AxisType.Explicit)
 W, X = jnp.ones((64, 24)), jnp.ones((16, 64))
-OPTIONS = {"axis_name": "data", "method": dataclasses.replace(CHEAP, topology=dq.Direct())}
+OPTIONS = {"axis_name": "data", "compression": dataclasses.replace(CHEAP, topology=dq.Direct())}
 
 
 def loss(w, x):
@@ -202,7 +202,7 @@ def test_leaves_are_grouped_once(monkeypatch, metrics):
 
     monkeypatch.setattr(dynamiq_jax.request.compression, "group_leaves", spy)
     known = {"c": jnp.ones(300)}  # on all workers, which JAX knows
-    trace(lambda tree: dq.reduce(tree | known, "data", method=CHEAP, metrics=metrics)[::2])
+    trace(lambda tree: dq.reduce(tree | known, "data", compression=CHEAP, metrics=metrics)[::2])
     grouped = sorted(leaf.index for leaves in calls for leaf in leaves)
     assert grouped == [0, 1, 2]
 

@@ -79,15 +79,16 @@ def gradients(params, x):
     return jax.grad(loss_fn)(jax.lax.pcast(params, "data", to="varying"), x)
 
 def all_reduced(params, x):
-    return dq.psum(gradients(params, x), "data", method=method)
+    return dq.psum(gradients(params, x), "data", compression=method)
 
 def gathered(params, x):
     gather = dq.reduce_in_backward
-    whole = lambda own: gather(own, "data", method=method, specs=P("data"))
+    whole = lambda own: gather(own, "data", compression=method, specs=P("data"))
     return jax.grad(lambda own: loss_fn(whole(own), x))(params)
 
 def piped(params, x):
-    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", method=method))(params)
+    options = {"compression": method}
+    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", **options))(params)
 
 jax.eval_shape(traced(all_reduced, P())[1], params, batch)
 jax.eval_shape(traced(gathered, P("data"))[1], params, batch)
@@ -95,9 +96,9 @@ jax.eval_shape(traced(piped, P())[1], [params], batch)
 for make in (dq.optax.all_reduce, None):
     mesh = traced(None, P())[0]
     if make:
-        optimizer = optax.chain(make("data", method=method), optax.sgd(0.1))
+        optimizer = optax.chain(make("data", compression=method), optax.sgd(0.1))
     else:
-        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", method=method)
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method)
     state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(state)
 
@@ -110,7 +111,7 @@ for kind in AxisType.Auto, AxisType.Explicit:
     mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,))
     with jax.set_mesh(mesh):
         own = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
-        both = dq.value_and_grad(loss_fn, axis_name="data", method=method)
+        both = dq.value_and_grad(loss_fn, axis_name="data", compression=method)
         jax.eval_shape(jax.jit(both), params, own)
 print("public")
 """

@@ -59,7 +59,7 @@ def model(layers, x, each=lambda w: w, scanned=True, remat=False):
 
 
 def in_backward(**options):
-    return partial(dq.reduce_in_backward, **{"axis_name": "data", "method": EXACT} | options)
+    return partial(dq.reduce_in_backward, **{"axis_name": "data", "compression": EXACT} | options)
 
 
 @once
@@ -119,7 +119,7 @@ def gradient(mesh, axes, specs, *, check_vma=True, scanned=True, **options):
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 @pytest.mark.parametrize("op", daily(["mean", "sum"], ["mean"]))
 def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
-    options = {"op": op, "method": CHEAP, "key": KEY}
+    options = {"op": op, "compression": CHEAP, "key": KEY}
 
     def inside(layers, x):
         return jax.grad(lambda layers: model(in_backward(**options)(layers), x))(layers)
@@ -147,7 +147,7 @@ def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
             found[not (name and name[1] in bodies)] += len(collectives.findall(block))
         return found
 
-    within, outside = counts(jax.grad(partial(model, each=in_backward(method=method))))
+    within, outside = counts(jax.grad(partial(model, each=in_backward(compression=method))))
     assert within >= 2 and outside == 0
 
 
@@ -292,9 +292,12 @@ LAYER = dataclasses.replace(CHEAP, min_leaf_size=4096)
 )
 def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
     if kind == EXPLICIT:
-        f, args = explicit(model, ("data",), SPECS, method=LAYER, gather=gather)
+        f, args = explicit(model, ("data",), SPECS, compression=LAYER, gather=gather)
     else:
-        f, args = gradient(mesh_of("data"), "data", SPECS, method=LAYER, gather=gather), problem()
+        f, args = (
+            gradient(mesh_of("data"), "data", SPECS, compression=LAYER, gather=gather),
+            problem(),
+        )
     compiled = f.lower(*args).compile()
     found = compiled(*args)[1] if kind == EXPLICIT else compiled(*args)
     for i in range(LAYERS):
@@ -346,7 +349,7 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
         monkeypatch.setattr(sums, name, call)
 
     def loss(shard):
-        options = {"method": CHEAP, "key": KEY, "gather": CHEAP}
+        options = {"compression": CHEAP, "key": KEY, "gather": CHEAP}
         return jnp.sum(dq.reduce_in_backward(shard, ("a", "b"), specs=P("a", "b"), **options))
 
     spy("gather_over", lambda n: 2 * n)
@@ -368,7 +371,7 @@ def test_copies_over_another_axis_stay_equal(kind):
 
     def grad(params, x):
         options = {"specs": told if kind == AUTO else specs, "gather": CHEAP}
-        each = in_backward(method=CHEAP, **options)
+        each = in_backward(compression=CHEAP, **options)
         return jax.grad(lambda p: sum(jnp.sum(w * x[0]) for w in each(p).values()))(params)
 
     maps = {"mesh": mesh, "in_specs": (specs, P("data")), "out_specs": specs}
@@ -399,7 +402,7 @@ def test_by_path_and_under_vmap_leaves_of_all_kinds():
         assert whole.pop("none") is None
         return sum(jnp.sum(whole[name].astype(jnp.float32)) for name in layers), whole
 
-    each = in_backward(method=small(method), specs=P(None, "data"))
+    each = in_backward(compression=small(method), specs=P(None, "data"))
     split = lambda w: np.moveaxis(w.reshape(DIM, N, -1), 1, 0)
     run = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), axis_name="data"))
     grads, whole = jax.device_get(run(jax.tree.map(split, layers), split(table)))
@@ -422,8 +425,8 @@ REFUSED = [
     (r"split over \('data', 'model'\).*out of order", {"specs": BOTH, "own": BOTH}),
     ("op='max'", {"op": "max"}),
     ("key=3 is not a PRNG key", {"key": 3}),
-    ("has memory, and a backward pass", {"method": small(dq.ErrorFeedback(dq.DynamiQ()))}),
-    ("has memory", {"method": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}),
+    ("has memory, and a backward pass", {"compression": small(dq.ErrorFeedback(dq.DynamiQ()))}),
+    ("has memory", {"compression": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}),
 ]
 
 
@@ -450,11 +453,13 @@ def placed(mesh, specs, axes):
     return put(layers, mesh, stacked(specs)), put(x, mesh, P(axes))
 
 
-def explicit(loss, axes, specs, method=TYPED, gather=None, options=None):
+def explicit(loss, axes, specs, compression=TYPED, gather=None, options=None):
     """The loss and gradients of `value_and_grad`, whose loss gathers."""
     mesh = mesh_of(*axes, kind=EXPLICIT)
-    each = in_backward(axis_name=axes, method=method, gather=gather)
-    f = dq.value_and_grad(partial(loss, each=each), axis_name=axes, method=method, gather=False)
+    each = in_backward(axis_name=axes, compression=compression, gather=gather)
+    f = dq.value_and_grad(
+        partial(loss, each=each), axis_name=axes, compression=compression, gather=False
+    )
     with jax.set_mesh(mesh):
         return jax.jit(f, compiler_options=options), placed(mesh, specs, axes)
 
@@ -504,7 +509,7 @@ def test_explicit_shards_outside_of_the_layers_are_named():
 
     layers, x = placed(mesh, SPECS, "data")
     args = {"in": put(np.eye(DIM, dtype=np.float32), mesh, P("data")), "layers": layers}, x
-    f = partial(dq.value_and_grad, loss, axis_name="data", method=TYPED)
+    f = partial(dq.value_and_grad, loss, axis_name="data", compression=TYPED)
     with jax.set_mesh(mesh):
         with pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
             jax.eval_shape(f(gather=False), *args)
@@ -515,10 +520,10 @@ def test_explicit_shards_outside_of_the_layers_are_named():
 def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
     mesh = mesh_of("data", kind=EXPLICIT)
     args = placed(mesh, SPECS, "data")
-    each = in_backward(method=TYPED, gather=dq.F32())
+    each = in_backward(compression=TYPED, gather=dq.F32())
     loss = partial(checkpointed, each=each)
     jitted = jax.jit(loss)
-    options = {"axis_name": "data", "mesh": mesh, "method": TYPED, "gather": False}
+    options = {"axis_name": "data", "mesh": mesh, "compression": TYPED, "gather": False}
 
     def inner(layers, x):  # a derivative inside of the loss has a seed of its own
         return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
@@ -586,7 +591,10 @@ def test_means_of_shards_keep_the_bits_of_wide_and_complex_numbers(dtype):
         keep = (lambda x: x) if dtype.startswith("complex") else np.real
         params, x = (keep(draw(*shape)).astype(dtype) for shape in ((64, 32), (16, 64)))
         loss = lambda w, x: jnp.mean(jnp.abs(x @ w - 0.5) ** 2)
-        mesh, exact = auto_mesh(N), {"method": dq.F32(), "gather": dq.F32(), "specs": P("data")}
+        mesh, exact = (
+            auto_mesh(N),
+            {"compression": dq.F32(), "gather": dq.F32(), "specs": P("data")},
+        )
         own = lambda w, x: loss(dq.reduce_in_backward(w, "data", **exact), x)
         maps = {"mesh": mesh, "in_specs": (P("data"), P("data")), "out_specs": P("data")}
         found = jax.jit(jax.shard_map(jax.grad(own), **maps))(params, x)

@@ -226,7 +226,7 @@ def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypa
     )  # fmt: skip
 
     def lowered(reduce, *shape):
-        one = partial(reduce, axis_name=("x", "y"), method=method)
+        one = partial(reduce, axis_name=("x", "y"), compression=method)
         mapped = jax.shard_map(lambda x: one(x[0]), in_specs=P(("x", "y")), out_specs=P())
         x = jax.ShapeDtypeStruct((4, *shape), jnp.bfloat16)
         return _lowered_for_cuda(mapped, x, mesh=((2, 2), ("x", "y")))

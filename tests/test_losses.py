@@ -174,7 +174,7 @@ def check(steps, penalty, sizes, method=EXACT, **options):
     mesh = mesh_of(*sizes, kind=AxisType.Explicit)
     expected = jax.jit(jax.value_and_grad(make_loss(steps, penalty, None)))(params, batch)
     own = dq.value_and_grad(
-        make_loss(steps, penalty, P("data")), axis_name="data", method=method, **options
+        make_loss(steps, penalty, P("data")), axis_name="data", compression=method, **options
     )
     with jax.set_mesh(mesh), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*JAX sums gradients of")
@@ -182,7 +182,7 @@ def check(steps, penalty, sizes, method=EXACT, **options):
         placed = put(params, mesh), put(batch, mesh, P("data"))
         found = own(*placed)
         if options:
-            found = found[0], jax.jit(lambda g: dq.psum(g, "data", method=method))(found[1])
+            found = found[0], jax.jit(lambda g: dq.psum(g, "data", compression=method))(found[1])
     return found, expected, (own, placed)
 
 
@@ -251,7 +251,7 @@ def test_what_follows_from_parameters_alone_stays_compressed(part):
     found, expected, (_, args) = check(steps, "none", (8,))
     compare(found, expected)
     loss = make_loss(steps, "none", P("data"))
-    step = jax.jit(dq.value_and_grad(loss, axis_name="data", method=CHEAP))
+    step = jax.jit(dq.value_and_grad(loss, axis_name="data", compression=CHEAP))
     with jax.set_mesh(args[1]["x"].sharding.mesh):  # and warnings are errors
         assert largest_native(step, args) < WIDTH * WIDTH
 
@@ -267,7 +267,7 @@ def test_activations_that_lost_their_sharding_are_met_by_plain_parameters():
         return jnp.mean(jnp.tanh(h @ p["layers"][0]) ** 2)
 
     with jax.set_mesh(mesh):
-        own = jax.jit(dq.value_and_grad(loss, axis_name="data", method=EXACT))
+        own = jax.jit(dq.value_and_grad(loss, axis_name="data", compression=EXACT))
         with pytest.warns(UserWarning, match=r"1 leaves .*\(layers\).* in dot_general"):
             found = own(*placed)
         compare(found, jax.jit(jax.value_and_grad(loss))(*placed))
@@ -306,10 +306,10 @@ def test_gathered_shards_have_uses_without_a_rule_too(told):
 
     def own(method):
         ours = functools.partial(
-            dq.reduce_in_backward, axis_name="data", method=method, gather=dq.F32()
+            dq.reduce_in_backward, axis_name="data", compression=method, gather=dq.F32()
         )
         loss = in_layers(plainly if told else ours, ours)
-        return jax.jit(dq.value_and_grad(loss, axis_name="data", method=method, gather=False))
+        return jax.jit(dq.value_and_grad(loss, axis_name="data", compression=method, gather=False))
 
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -331,9 +331,9 @@ def test_large_gradients_that_jax_sums_are_named_with_the_use():
         with pytest.warns(
             UserWarning, match=r"sums gradients of 1 leaves .*\(w\).* in (mul|reshard)"
         ):
-            jax.eval_shape(dq.value_and_grad(large, axis_name="data", method=EXACT), *placed)
+            jax.eval_shape(dq.value_and_grad(large, axis_name="data", compression=EXACT), *placed)
         quiet = lambda p, b: jnp.mean(norm(b["x"] @ p["w"], p["scale"]) ** 2)
-        jax.eval_shape(dq.value_and_grad(quiet, axis_name="data", method=EXACT), *placed)
+        jax.eval_shape(dq.value_and_grad(quiet, axis_name="data", compression=EXACT), *placed)
 
 
 def test_an_error_of_the_loss_is_jaxs_own():
@@ -342,4 +342,4 @@ def test_an_error_of_the_loss_is_jaxs_own():
     placed = put(params, mesh), put(batch, mesh, P("data"))
     wrong = lambda p, b: jnp.mean(b["x"] @ p["scale"][:3])
     with jax.set_mesh(mesh), pytest.raises(TypeError, match="dot_general"):
-        jax.eval_shape(dq.value_and_grad(wrong, axis_name="data", method=EXACT), *placed)
+        jax.eval_shape(dq.value_and_grad(wrong, axis_name="data", compression=EXACT), *placed)

@@ -30,7 +30,7 @@ MODELS = {
 }
 DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="bf16")))
 
-OPTIONS = {"method": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
+OPTIONS = {"compression": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
 
 
 def mesh_of(kind="automatic"):
@@ -88,7 +88,7 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     mesh = mesh_of(kind)
     tree = placed(mesh)
     specs = None if kind in ("explicit", "model explicit") else SPECS
-    options = {"method": EXACT, "topology": dq.Direct(), "specs": specs}
+    options = {"compression": EXACT, "topology": dq.Direct(), "specs": specs}
     ours = over_data(mesh, lambda t: dq.pmean(t, "data", **options), check_vma=check_vma)
     native = over_data(mesh, lambda t: lax.pmean(t, "data"), check_vma=check_vma)
     with jax.set_mesh(mesh):
@@ -101,7 +101,7 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
 
 
 def test_pairs_of_workers_reduce_their_shards():
-    options = {"method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options = {"compression": EXACT, "topology": dq.Direct(), "specs": SPECS}
     options["axis_index_groups"] = [[0, 2], [3, 1]]
     pairs = lambda tree: jax.tree.map(lambda x: x[None], dq.psum(tree, "data", **options))
     run = over_data(mesh_of(), pairs, check_vma=False, out_specs=P("data"))
@@ -169,7 +169,7 @@ def test_derivatives_are_those_of_the_exact_mean():
             placed(mesh_of())
         )
 
-    options = {"axis_name": "data", "method": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options = {"axis_name": "data", "compression": EXACT, "topology": dq.Direct(), "specs": SPECS}
     found = gradient_of(functools.partial(dq.pmean, **options))
     exact = gradient_of(lambda tree: lax.pmean(tree, "data"))
     assert all(np.any(np.asarray(leaf)) for leaf in exact.values())
@@ -189,7 +189,7 @@ def test_buckets_of_different_axes_are_told_apart():
     tree = abstract(SHAPES)
     with pytest.raises(ValueError, match="pass mesh="):
         dq.explain(tree, N, specs=SPECS)
-    found = dq.explain(tree, N, method=EXACT, mesh=mesh_of(), specs=SPECS, verbose=False)
+    found = dq.explain(tree, N, compression=EXACT, mesh=mesh_of(), specs=SPECS, verbose=False)
     assert [row.bucket for row in found.rows] == [0, 1, 1, 0]
     assert [row.shape for row in found.rows] == [(24, 32), (700,), (300,), (32, 40)]
     coords = 24 * 32 + 700 + 300 + 32 * 40
@@ -198,7 +198,7 @@ def test_buckets_of_different_axes_are_told_apart():
     split, whole = init(mesh=mesh_of(), specs=SPECS, stacked=True)
     assert split.residual.shape == (N, PARTS, 24 * 32 + 32 * 40)
     assert whole.residual.shape == (N, 700 + 300)
-    options = {"method": MEMORY, "specs": SPECS, "state": init()}
+    options = {"compression": MEMORY, "specs": SPECS, "state": init()}
     mapped = over_data(mesh_of(), lambda t: dq.reduce(t, "data", **options).tree)
     with pytest.raises(ValueError, match="state is for 1 buckets and the tree has 2"):
         mapped.trace(placed(mesh_of()))
@@ -208,7 +208,7 @@ def test_metrics_are_those_of_all_parts():
     mesh, tree = mesh_of(), inputs()
     columns, norm = tree["columns"].copy(), tree["norm"].copy()
     columns[0, 0, [3, 50]], norm[2, 5] = np.nan, np.inf
-    options = {"method": EXACT, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
+    options = {"compression": EXACT, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
@@ -231,7 +231,7 @@ REFUSED = [
 @pytest.mark.parametrize(("specs", "message"), REFUSED)
 def test_specs_that_are_missing_or_wrong_are_refused(specs, message):
     tree = inputs() | {"other": np.ones((N, 301), np.float32)}
-    mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", method=EXACT, specs=specs))
+    mapped = over_data(mesh_of(), lambda t: dq.pmean(t, "data", compression=EXACT, specs=specs))
     with pytest.raises(ValueError, match=message):
         mapped(tree)
 
@@ -250,7 +250,7 @@ def test_halves_group_leaves_by_axes_and_are_refused_where_axes_are_open(collect
 
     def one(tree):
         tree = {name: x.reshape(4, -1) for name, x in tree.items()}
-        return collective(tree, "data", method=DYNAMIQ)
+        return collective(tree, "data", compression=DYNAMIQ)
 
     # JAX counts all of a bucket as varying over what one leaf varies over, and refuses `out_specs`.
     outs = {k: P(("data", "model") if "model" in v else "data") for k, v in SPECS.items()}

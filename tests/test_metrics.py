@@ -97,9 +97,11 @@ def test_estimates_of_the_error_are_near_the_measured_one(bits, topology, n):
     x = np.random.default_rng(0).standard_normal((n, size)).astype(np.float32)
     exact = x.astype(np.float64).mean(0)
     method = dq.Compression(dq.DynamiQ(bits=bits), topology=topology, min_bucket_bytes=0)
-    run = lambda x: dq.reduce(x, "d", op="mean", method=method, metrics=True)
+    run = lambda x: dq.reduce(x, "d", op="mean", compression=method, metrics=True)
     found = jax.jit(jax.vmap(run, axis_name="d"))(x)
-    told = dq.explain(jax.ShapeDtypeStruct((size,), "float32"), n, method=method, verbose=False)
+    told = dq.explain(
+        jax.ShapeDtypeStruct((size,), "float32"), n, compression=method, verbose=False
+    )
     error = np.sum((np.asarray(found.tree[0], np.float64) - exact) ** 2) / np.sum(exact**2)
     for estimate in (told.relative_error, float(found.metrics.vnmse[0])):
         assert 0.7 < estimate / error < 1.7, (error, estimate)

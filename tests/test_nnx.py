@@ -19,7 +19,7 @@ from dynamiq_jax.core.passing import passed_arguments
 from dynamiq_jax.methods.metrics import vnmse
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
-OURS = functools.partial(dq.nnx.value_and_grad, axis_name="data", method=small(dq.F32()))
+OURS = functools.partial(dq.nnx.value_and_grad, axis_name="data", compression=small(dq.F32()))
 
 
 @functools.cache
@@ -102,7 +102,7 @@ def test_steps_in_a_map_are_those_of_nnx():
     def in_a_map(loss_fn, **options):
         def run(model, scale, batch):
             (loss, aux), grads = nnx.value_and_grad(loss_fn, **options)(model, scale, batch)
-            grads = dq.pmean(grads, "data", method=small(dq.F32()))
+            grads = dq.pmean(grads, "data", compression=small(dq.F32()))
             return (jax.lax.pmean(loss, "data"), aux), grads
 
         maps = {"in_specs": (P(), P(), P("data")), "out_specs": ((P(), P("data")), P())}
@@ -120,7 +120,7 @@ def test_paths_of_states_exclude_norms():
         return None if path.startswith("norm/") else dq.comparators.MXFP8()
 
     grads = nnx.state(Model(), nnx.Param)
-    found = dq.explain(grads, 8, method=small(by_path), topology=dq.Direct(), verbose=False)
+    found = dq.explain(grads, 8, compression=small(by_path), topology=dq.Direct(), verbose=False)
     assert "out/kernel/value" in asked
     routes = {row.name: row.route for row in found.rows}
     assert {route for name, route in routes.items() if "norm" in name} == {"exact: excluded"}
@@ -138,7 +138,7 @@ def test_streams_of_random_numbers_move_on(kind):
     with jax.set_mesh(mesh_of(8, kind=KINDS[kind])):
         model = Model(rate=0.5)
         x = jax.device_put(jnp.ones((32, 64)), P("data"))
-        own = {"aux": "rows"} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        own = {"aux": "rows"} if kind == "auto" else {"compression": small(dq.F32(), exclude=".")}
         f = nnx.jit(OURS(loss, has_aux=True, **own))
         (_, first), _ = f(model, x)
         (_, second), _ = f(model, x)
@@ -167,7 +167,7 @@ def test_weights_and_several_arguments():
     found = f(first, batch, second)
     assert_close(found, expected)
     assert found[1][0]["kernel"][...].sharding.spec == P(None, "data")
-    compressed = OURS(masked, argnums=(0, 2), mesh=mesh, weight=tokens, method=CHEAP)
+    compressed = OURS(masked, argnums=(0, 2), mesh=mesh, weight=tokens, compression=CHEAP)
     _, grads = nnx.jit(compressed)(first, batch, second)
     assert 1e-6 < float(vnmse(jax.device_get(grads), expected[1])) < 0.1
 
@@ -212,7 +212,7 @@ def test_layers_through_transformations_are_not_taken_for_changed(how, kind):
     mesh = mesh_of(8, kind=KINDS[kind])
     model = made(Layers, mesh)
     with jax.set_mesh(mesh):
-        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        own = {} if kind == "auto" else {"compression": small(dq.F32(), exclude=".")}
         f = OURS(lambda model, x, y: loss(model, x, y, how), **own)
         found = nnx.jit(f)(model, **jax.device_put(batch, P("data")))
     assert_close(found, expected)
@@ -315,7 +315,7 @@ def test_all_arrays_of_a_module_are_whole_and_written_back(kind):
     mesh = mesh_of(8, kind=KINDS[kind])
     model = made(Mixed, mesh)
     with jax.set_mesh(mesh):
-        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        own = {} if kind == "auto" else {"compression": small(dq.F32(), exclude=".")}
         found = nnx.jit(OURS(loss, **own))(model, jax.device_put(x, P("data")))
     assert_close(found, wanted)
     assert float(model.count) == 1
@@ -343,7 +343,7 @@ def test_parameters_that_the_loss_changes_are_written_back(norm, kind):
     mesh = mesh_of(8, kind=KINDS[kind])
     model = made(make, mesh)
     with jax.set_mesh(mesh):
-        own = {} if kind == "auto" else {"method": small(dq.F32(), exclude=".")}
+        own = {} if kind == "auto" else {"compression": small(dq.F32(), exclude=".")}
         found = nnx.jit(OURS(loss, **own))(model, jax.device_put(x, P("data")))
     assert_close(found, wanted)
     assert_close(nnx.state(model), nnx.state(expected))

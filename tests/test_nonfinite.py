@@ -182,7 +182,7 @@ def test_sums_beyond_the_largest_number_end_there(dtype, large, mean):
     """Of f16 only the mean has to fit; those of bf16 and f32 end at the largest number of bf16."""
     x = jnp.full((8, 8192), large, dtype)
     method = small(dq.DynamiQ())
-    run = jax.jit(jax.vmap(lambda x: dq.pmean(x, "d", method=method), axis_name="d"))
+    run = jax.jit(jax.vmap(lambda x: dq.pmean(x, "d", compression=method), axis_name="d"))
     found = np.asarray(run(x), np.float64)
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found.mean(), mean, rtol=0.02)

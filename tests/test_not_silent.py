@@ -39,19 +39,20 @@ class TestLeavesThatAreEqualEverywhere:
     def test_their_mean_warns_and_names_leaf_and_remedy(self, way):
         def run(tree):
             if way == "in a chain":
-                rule = dynamiq_jax.optax.all_reduce("data", method=CHEAP)
+                rule = dynamiq_jax.optax.all_reduce("data", compression=CHEAP)
                 return as_varying(rule.update(tree, rule.init(tree))[0])
-            found = getattr(dq, way)(tree, "data", method=CHEAP)
+            found = getattr(dq, way)(tree, "data", compression=CHEAP)
             return as_varying(found if way == "pmean" else found.tree)
 
         leaf = r"leaf \['w'\] \(float32\[300, 300\]\) and 0 more"
         with pytest.warns(UserWarning, match=leaf) as w:
             traced(run, {"b": SMALL, "w": LARGE})
+        assert w[0].filename == __file__  # the user's line
         told = str(w[0].message)
         assert "4 times the mean" in told and "dq.value_and_grad" in told and "pcast" in told
 
     def test_small_ones_and_one_worker_do_not(self):
-        run = partial(dq.pmean, axis_name="data", method=CHEAP)
+        run = partial(dq.pmean, axis_name="data", compression=CHEAP)
         traced(lambda x: as_varying(run(x)), SMALL)
         traced(lambda x: as_varying(run(x)), LARGE, n=1)
 
@@ -61,8 +62,8 @@ class TestLargeLeavesThatTravelNatively:
 
     @staticmethod
     def run(method):
-        traced(lambda x: dq.pmean(as_varying(x), "data", method=method), {"w": LARGE})
-        return dq.explain({"w": LARGE}, N, method=method, verbose=False).rows[0].route
+        traced(lambda x: dq.pmean(as_varying(x), "data", compression=method), {"w": LARGE})
+        return dq.explain({"w": LARGE}, N, compression=method, verbose=False).rows[0].route
 
     def test_a_limit_that_nobody_set_warns(self):
         with pytest.warns(UserWarning, match=r"'w'.*90000 < min_bucket_size 131072.*min_bucket_b"):
@@ -81,7 +82,7 @@ class TestLargeLeavesThatTravelNatively:
         state = jax.eval_shape(lambda: as_compression(method).init_state({"w": LARGE}, N))
 
         def run(x, state):
-            return dq.reduce(as_varying(x), "data", method=method, state=state).tree
+            return dq.reduce(as_varying(x), "data", compression=method, state=state).tree
 
         with pytest.warns(UserWarning, match="min_bucket_size 131072"):
             traced(run, {"w": LARGE}, state)
@@ -111,7 +112,7 @@ class TestKeysThatDiffer:
         def run(x):
             key = jax.random.fold_in(self.KEY, jax.lax.axis_index("data"))
             x = x if collective is dq.reduce_in_backward else as_varying(x)
-            return collective(x, "data", method=CHEAP, key=key)
+            return collective(x, "data", compression=CHEAP, key=key)
 
         with pytest.raises(ValueError, match="key varies over axis 'data'.*in_specs=P()"):
             traced(run, jax.ShapeDtypeStruct((N, 40000), jnp.float32))
@@ -120,7 +121,7 @@ class TestKeysThatDiffer:
     def test_may_differ_over_another_axis(self, check_vma):
         def run(x):
             key = jax.random.fold_in(self.KEY, jax.lax.axis_index("model"))
-            return dq.psum(x, "data", method=CHEAP, key=key)
+            return dq.psum(x, "data", compression=CHEAP, key=key)
 
         options = {"in_specs": P("data", "model"), "out_specs": P(None, "model")}
         mapped = jax.shard_map(run, mesh=mesh_of(N, 2), check_vma=check_vma, **options)
@@ -159,7 +160,7 @@ class TestAnotherVersionOfJax:
         """It would be half of what it should be."""
 
         def own(w, x):
-            w = dq.reduce_in_backward(w, "data", method=CHEAP)
+            w = dq.reduce_in_backward(w, "data", compression=CHEAP)
             return jax.lax.pmean(jnp.mean(w * x[0]), "data")
 
         options = {"in_specs": (P(), P("data")), "out_specs": P()}
@@ -206,3 +207,16 @@ class TestAnotherVersionOfJax:
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="and has no client"):
             compat.coordination_client()
+
+
+def test_the_former_name_of_compression_warns_and_serves():
+    """A warning of the user's line; both names at once are refused."""
+    tree = {"w": jnp.ones((8, 64))}
+    traced = lambda **options: jax.eval_shape(
+        jax.vmap(lambda x: dq.pmean(x, "data", **options), axis_name="data"), tree
+    )
+    with pytest.warns(DeprecationWarning, match="method= is deprecated.*compression= now") as found:
+        traced(method=CHEAP)
+    assert [one.filename for one in found] == [__file__]
+    with pytest.raises(TypeError, match="pass compression, since method is its former name"):
+        traced(method=CHEAP, compression=CHEAP)

@@ -25,7 +25,7 @@ SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap 
 MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
 POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
-REDUCED = dq.optax.all_reduce("data", method=dq.F32())
+REDUCED = dq.optax.all_reduce("data", compression=dq.F32())
 SGD = promoting(optax.sgd(0.1, momentum=0.9))
 """Its updates have the scale of gradients, where Adam's are the same for a sum and a mean."""
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
@@ -90,7 +90,7 @@ def test_it_compresses_as_reduce_does_and_keeps_its_state():
     """Every step has a key of its own."""
     method = small(dq.ErrorFeedback(dq.comparators.MXFP8(rounding="stochastic")))
     method = as_compression(method, dq.Direct())
-    options = {"op": "sum", "metrics": True, "method": method}
+    options = {"op": "sum", "metrics": True, "compression": method}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
     grads = {"w": gradient(0, N, 5000)}
 
@@ -124,7 +124,9 @@ def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
 
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
-    reduced = dq.optax.all_reduce("data", method=as_compression(method, topology), metrics=True)
+    reduced = dq.optax.all_reduce(
+        "data", compression=as_compression(method, topology), metrics=True
+    )
     return optax.chain(reduced, ADAM)
 
 
@@ -170,7 +172,7 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
     with pytest.warns(UserWarning, match=message):
         assert_same_bits(dq.optax.restore_state(without, fresh), fresh)
     wide = init(stateful(), {"in": jnp.ones((16, 3)), "out": params["out"]})
-    keeps = dq.optax.all_reduce("data", method=MEMORY)
+    keeps = dq.optax.all_reduce("data", compression=MEMORY)
     misfit = r"mu/in has \(16, 3\) .* this optimizer has \(16, 64\)"
     unknown = r"'data' has; call dq\.optax\.init\(optimizer, params"
     assert_refused(
@@ -225,9 +227,9 @@ def test_all_that_was_saved_finds_its_place_or_is_named(way, before, after, name
 
     def state(name, params=params):
         if way == "sharded":
-            rule = dq.optax.sharded(SAVED[name], "data", method=EXACT)
+            rule = dq.optax.sharded(SAVED[name], "data", compression=EXACT)
         else:
-            rule = optax.chain(dq.optax.all_reduce("data", method=EXACT), SAVED[name])
+            rule = optax.chain(dq.optax.all_reduce("data", compression=EXACT), SAVED[name])
         return dq.optax.init(rule, params, auto_mesh())
 
     saved = jax.device_get(state(before))
@@ -246,7 +248,9 @@ def test_all_that_was_saved_finds_its_place_or_is_named(way, before, after, name
 def test_a_memory_without_a_place_is_named():
     params = {"in": jnp.ones((64, 64))}
     make = lambda method: dq.optax.init(
-        optax.chain(dq.optax.all_reduce("data", method=method), optax.sgd(0.1)), params, auto_mesh()
+        optax.chain(dq.optax.all_reduce("data", compression=method), optax.sgd(0.1)),
+        params,
+        auto_mesh(),
     )
     memory = make(small(dq.ErrorFeedback(CHEAP.method)))
     with pytest.raises(ValueError, match="1 of the 2 leaves that were saved have no place"):
@@ -259,7 +263,7 @@ def test_states_from_shapes_alone_and_inside_of_jit(kind):
     mesh, params = mesh_of(8, kind=kind), {"in": jnp.ones((16, 64)), "scale": jnp.ones(8)}
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     own = dataclasses.replace(EXACT, min_leaf_size=256)
-    optimizer = dq.optax.sharded(optax.adam(1e-2), "data", method=own)
+    optimizer = dq.optax.sharded(optax.adam(1e-2), "data", compression=own)
     state = dq.optax.init(optimizer, params, mesh)
     like = dq.optax.init(optimizer, shapes, mesh)
     described = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), tree)
@@ -275,9 +279,9 @@ def test_states_from_shapes_alone_and_inside_of_jit(kind):
 def test_states_keep_their_types(way):
     """Else the second step compiles anew, weak types included."""
     if way == "all_reduce":
-        optimizer = optax.chain(dq.optax.all_reduce("data", method=SCALED), ADAM)
+        optimizer = optax.chain(dq.optax.all_reduce("data", compression=SCALED), ADAM)
     else:
-        optimizer = promoting(dq.optax.sharded(SGD, "data", method=CHEAP))
+        optimizer = promoting(dq.optax.sharded(SGD, "data", compression=CHEAP))
     state, step = started(optimizer, auto_mesh())
     params, (x,) = problem(1)
     after = jax.eval_shape(step, params, state, x)[1]
@@ -290,7 +294,7 @@ def test_a_trainers_own_init_on_explicit_axes():
     mesh = mesh_of(8, kind=AxisType.Explicit)
     own = dataclasses.replace(EXACT, min_leaf_size=256)
     rule = promoting(optax.adam(1e-2))
-    optimizer = promoting(dq.optax.sharded(rule, "data", method=own, differences=own))
+    optimizer = promoting(dq.optax.sharded(rule, "data", compression=own, differences=own))
     params = {"in": jnp.ones((64, 64)) / 8, "scale": jnp.ones(8)}
     x = put(jnp.linspace(-1, 1, 16 * 64).reshape(16, 64), mesh, P("data"))
     loss = lambda p, x: jnp.mean((x @ p["in"]) ** 2) * jnp.sum(p["scale"])
@@ -298,7 +302,7 @@ def test_a_trainers_own_init_on_explicit_axes():
         params = put(params, mesh)
         state = optimizer.init(params)
         assert state.masters["in"].sharding.spec != P()
-        grads = dq.value_and_grad(loss, axis_name="data", method=own, reduce=False)
+        grads = dq.value_and_grad(loss, axis_name="data", compression=own, reduce=False)
 
         @jax.jit
         def step(params, state, x):

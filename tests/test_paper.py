@@ -156,7 +156,7 @@ def library(bits):
     request = dq.Compression(method, topology=dq.Ring(balance=0.0, unroll_up_to=1), **SMALL)
 
     def one(x, key):
-        found = dq.reduce(x, "data", op="sum", key=key, method=request, metrics=True)
+        found = dq.reduce(x, "data", op="sum", key=key, compression=request, metrics=True)
         return found.tree, found.metrics
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))

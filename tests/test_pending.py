@@ -30,7 +30,7 @@ DITHER = dq.Compression(dq.DynamiQ(bits=2.5, dither=True), **LIMITS)
 
 def make(differences: Any = F32, **options: Any) -> Any:
     inner = optax.sgd(0.3, momentum=0.9)
-    return dq.optax.sharded(inner, "data", method=F32, differences=differences, **options)
+    return dq.optax.sharded(inner, "data", compression=F32, differences=differences, **options)
 
 
 def make_step(optimizer: Any, state: Any, n: int = N, functions: Any = FUNCTIONS) -> Any:
@@ -38,7 +38,7 @@ def make_step(optimizer: Any, state: Any, n: int = N, functions: Any = FUNCTIONS
     specs = dq.optax.state_specs(state)
 
     def loss(masters, params, pending, x):
-        options = {"method": F32, "specs": specs.masters, "copies": params, "pending": pending}
+        options = {"compression": F32, "specs": specs.masters, "copies": params, "pending": pending}
         found = dq.sequential(functions, masters, x, "data", **options)
         return (found, params) if pending is None else found
 
@@ -268,7 +268,7 @@ def test_functions_run_beside_the_payload_between_hosts_of_several_devices():
 
     def loss(params, x):
         own = [w.reshape(-1)[: w.size // 4].reshape(16, 64) for w in params]
-        options = {"method": method, "specs": [P(("hosts", "gpus"))] * layers}
+        options = {"compression": method, "specs": [P(("hosts", "gpus"))] * layers}
         return dq.sequential(functions, own, x, ("hosts", "gpus"), **options)
 
     maps = {"in_specs": (P(), P(("hosts", "gpus"))), "out_specs": P(("hosts", "gpus"))}

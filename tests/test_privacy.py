@@ -24,7 +24,7 @@ def clipped():
 
 @functools.cache
 def summed(name):
-    run = lambda x: dq.psum(x.sum(0), "data", method=SUMS[name])
+    run = lambda x: dq.psum(x.sum(0), "data", compression=SUMS[name])
     return jax.jit(jax.shard_map(run, mesh=auto_mesh(N), in_specs=P("data"), out_specs=P()))
 
 

@@ -20,7 +20,7 @@ def lines(topology, n_workers, n_leaves=1):
     tree = {f"w{i:02}": jax.ShapeDtypeStruct((2**16,), "float32") for i in range(n_leaves)}
 
     def total(tree):
-        return dq.psum(tree, "data", method=method)
+        return dq.psum(tree, "data", compression=method)
 
     traced = jax.make_jaxpr(total, axis_env=[("data", n_workers)])(tree)
     return str(traced).count("\n")
@@ -64,7 +64,7 @@ def test_equal_shards_share_functions():
     layers = [{name: placed(shapes[name], specs[name]) for name in specs}] * 64
     x = placed((32, 64, 256), P("fsdp"))
     method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
-    options = {"axis_name": "fsdp", "method": method, "specs": [specs] * 64}
+    options = {"axis_name": "fsdp", "compression": method, "specs": [specs] * 64}
     ways = jax.value_and_grad(loss), dq.value_and_grad(loss, mesh=mesh, **options)
     native, own = (len(jax.jit(way).lower(layers, x).as_text()) for way in ways)
     assert own <= 3 * native
@@ -104,7 +104,7 @@ def test_what_travels_natively_costs_what_it_costs_lax(name, axes):
     tree |= {"w": jax.ShapeDtypeStruct((4200,), "float32")}  # padded to 19 bits
     if name == "psum":
         tree["count"] = jax.ShapeDtypeStruct((3,), "int32")
-    options = {"method": method, "topology": dq.Direct()}
+    options = {"compression": method, "topology": dq.Direct()}
     sizes = {"data": 8} if len(axes) == 1 else {"data": 4, "model": 2}
     own = size_of(partial(getattr(dq, name), axis_name=axes, **options), tree, sizes)
     theirs = size_of(partial(getattr(jax.lax, name), axis_name=axes), tree, sizes)

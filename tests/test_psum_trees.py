@@ -47,7 +47,7 @@ def test_any_tree_keeps_structure_shapes_and_dtypes(spec, dtype, n, mean):
         return jax.ShapeDtypeStruct((n, *leaf[0]), leaf[1])
 
     tree = jax.tree.map(struct, spec, is_leaf=is_leaf)
-    ours = functools.partial(dq.pmean if mean else dq.psum, method=WIDE)
+    ours = functools.partial(dq.pmean if mean else dq.psum, compression=WIDE)
     native = lax.pmean if mean else lax.psum
 
     def avals(reduce):

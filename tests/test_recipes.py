@@ -143,7 +143,7 @@ EXPERTS, ISLANDS = blocks("docs/experts-and-islands.md")
 @pytest.mark.release
 def test_experts(execute):
     """Gradients through our exchange, against those through JAX's own."""
-    ours = 'partial(dq.all_to_all, axis_name="data", tiled=True, method=method)'
+    ours = 'partial(dq.all_to_all, axis_name="data", tiled=True, compression=compression)'
     assert EXPERTS.count(ours) == 1
     exact = 'partial(jax.lax.all_to_all, axis_name="data", tiled=True)'
     codes = EXPERTS, EXPERTS.replace(ours, exact)
@@ -179,7 +179,7 @@ def test_at_most_three_lines_change_and_every_recipe_has_a_test():
 def test_a_trainer_written_for_jit(execute, run):
     """With 5 bits it trains as with exact sums of the same steps."""
     found = run("jit")
-    exact = START + "method = dq.F32()\n" + RECIPES[NAMES.index("jit")]
+    exact = START + "compression = dq.F32()\n" + RECIPES[NAMES.index("jit")]
     expected = execute(exact, "recipes.md: jit, exact")
     assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=0.01)
     assert float(found["loss"]) != float(expected["loss"])

@@ -25,7 +25,7 @@ def reducer(method, topology, **options):
 
     def one(tree, key, state):
         return dq.reduce(
-            tree, "data", method=method, topology=topology, key=key, state=state, **options
+            tree, "data", compression=method, topology=topology, key=key, state=state, **options
         )
 
     return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data")))
@@ -56,7 +56,11 @@ class TestMetrics:
         assert metrics.vnmse == pytest.approx(lost, rel=0.25)
         assert metrics.nonfinite == 256
         promised = dq.explain(
-            jax.tree.map(lambda v: v[0], tree), N, method=method, topology=topology, verbose=False
+            jax.tree.map(lambda v: v[0], tree),
+            N,
+            compression=method,
+            topology=topology,
+            verbose=False,
         )
         assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
         assert metrics.bits_per_coord == pytest.approx(promised.bits_per_coord)
@@ -117,7 +121,7 @@ class TestMetrics:
         method = small(dq.DynamiQ())
 
         def one(x):
-            options = {"op": "sum", "method": method, "topology": topology, "metrics": True}
+            options = {"op": "sum", "compression": method, "topology": topology, "metrics": True}
             return dq.reduce(x[0], ("node", "gpu"), **options)[::2]
 
         mapped = jax.shard_map(one, mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
@@ -148,10 +152,10 @@ def test_states_that_do_not_fit_are_refused_with_both_shapes():
     method, x = small(dq.ErrorFeedback(dq.DynamiQ())), jnp.ones((2, 8192))
     init, thc = method.init_state, small(dq.ErrorFeedback(dq.comparators.THC()))
     for state in (init(x[0, 300:], 2), init(x[0], 2, stacked=True), thc.init_state(x[0], 2)):
-        one = functools.partial(dq.reduce, axis_name="data", method=method, state=state)
+        one = functools.partial(dq.reduce, axis_name="data", compression=method, state=state)
         with pytest.raises(ValueError, match=r"state has leaves of shapes .* keeps \[\(8192,\)\]"):
             jax.vmap(one, axis_name="data")(x)
-    options = {"mesh": auto_mesh(2), "axis_name": "data", "method": method}
+    options = {"mesh": auto_mesh(2), "axis_name": "data", "compression": method}
     step = dq.value_and_grad(lambda w, x: jnp.sum(w * x[0]), **options)
     with pytest.raises(ValueError, match=r"shape \(3, .*leading axis .* 2 workers.*stacked=True"):
         step(x[0], x, state=(jnp.zeros((3, 8192)),))

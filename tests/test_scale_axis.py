@@ -72,7 +72,7 @@ def test_every_device_goes_along_the_axis_of_its_own_part():
 
     def one(x):
         specs = P(None, "model")
-        return dq.pmean(x[0], "data", method=method, key=key, specs=specs, topology=LOOP)
+        return dq.pmean(x[0], "data", compression=method, key=key, specs=specs, topology=LOOP)
 
     options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
     split_x = put(x, mesh, P("data", None, "model"))
@@ -86,9 +86,9 @@ def halves(x, method, **options):
     """`psum_scatter` of every worker's x, and the `all_gather` of what it left them with."""
 
     def one(x):
-        part = dq.psum_scatter(x, "data", method=method, key=jax.random.key(1), **options)
+        part = dq.psum_scatter(x, "data", compression=method, key=jax.random.key(1), **options)
         rest = {"axis": options.get("scatter_dimension", 0), "tiled": options.get("tiled", False)}
-        whole = dq.all_gather(part, "data", method=method, key=jax.random.key(2), **rest)
+        whole = dq.all_gather(part, "data", compression=method, key=jax.random.key(2), **rest)
         return part, whole
 
     return jax.vmap(one, axis_name="data")(x)

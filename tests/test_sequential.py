@@ -78,9 +78,9 @@ def test_it_has_the_bits_of_reductions_after_grad(method, check_vma):
         words = jax.random.key_data(KEY)
         keys = [jax.random.fold_in(jax.random.wrap_key_data(words), i) for i in range(len(own))]
         pairs = zip(own, keys, strict=True)
-        return loss, [dq.pmean(g, "data", method=method, key=key) for g, key in pairs]
+        return loss, [dq.pmean(g, "data", compression=method, key=key) for g, key in pairs]
 
-    inside = partial(grad, functions, method=method, key=KEY)
+    inside = partial(grad, functions, compression=method, key=KEY)
     found, expected = (mapped(f, check_vma)(params, tokens) for f in (inside, after))
     assert_same_bits(found, expected)
     assert_replicas_equal(found[1])
@@ -110,7 +110,7 @@ def test_reductions_of_layers_alike_are_traced_once(monkeypatch):
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]
 
     def loss(params, x):
-        return dq.sequential([layer] * 5, params, x, "data", method=EXACT).sum()
+        return dq.sequential([layer] * 5, params, x, "data", compression=EXACT).sum()
 
     jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(each, jnp.ones((2, 8)))
     assert len(traced) == 1
@@ -126,7 +126,7 @@ def test_it_has_the_exact_mean_with_f32_and_passes_the_gradient_of_its_input(rem
         shift = 0 * jnp.ones((6, DIM)) * jnp.float32(own)[:, None]  # varies as the tokens do
         return jax.grad(lambda p, shift: run(p, (own, shift)), argnums=(0, 1))(params, shift)
 
-    inside = partial(dq.sequential, functions, axis_name="data", method=EXACT)
+    inside = partial(dq.sequential, functions, axis_name="data", compression=EXACT)
     found = mapped(partial(gradients, inside))(params, tokens)
     each = jax.vmap(partial(gradients, partial(plain, functions)), in_axes=(None, 0))
     of_params, of_input = jax.jit(each)(params, tokens)
@@ -155,7 +155,7 @@ def test_reductions_go_on_while_the_backward_pass_does():
     def loss(y, params):
         tokens = jnp.zeros(6, jnp.int32)
         rest = functions[1:], params[1:], (y, tokens)
-        return dq.sequential(*rest, "data", method=EXACT)
+        return dq.sequential(*rest, "data", compression=EXACT)
 
     closed = jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(jnp.ones((6, DIM)), params)
     (out,) = closed.jaxpr.outvars
@@ -166,7 +166,7 @@ def test_reductions_go_on_while_the_backward_pass_does():
 def test_results_pass_no_barrier():
     """A barrier makes XLA write slices of a bucket, which else fuse with the optimizer."""
     functions, params, tokens = model(6)
-    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]
+    run = lambda p: grad(functions, p, tokens[0], compression=CHEAP)[1]
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
     held = {out for e in barriers for out in e.outvars}
@@ -195,7 +195,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         return hold(moving, passing)
 
     monkeypatch.setattr(interleaved, "hold", recorded)
-    run = lambda p: grad(functions, p, tokens[0], method=CHEAP)[1]
+    run = lambda p: grad(functions, p, tokens[0], compression=CHEAP)[1]
     jaxpr = jax.make_jaxpr(run, axis_env=[("data", N)])(params).jaxpr
     assert [len(others) for _, *others in held] == shares
     assert all(not arrives and all(others) for arrives, *others in held)
@@ -217,7 +217,7 @@ def test_after_the_backward_pass_finished_reductions_run_before_arrivals(
         ({"specs": {"a": None}}, "specs is a mapping, which has no order"),
         ({"op": "max"}, "op='max'"),
         ({"key": 3}, "key=3 is not a PRNG key"),
-        ({"method": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
+        ({"compression": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
         ({"functions": head}, r"functions=head is one .*; pass a list: \[function\]"),
     ],
 )
@@ -323,7 +323,7 @@ def test_a_function_in_rounds_gives_what_it_gives_at_once(function, expected, ch
 def test_rounds_of_an_all_reduce(topology, count):
     """The statistics, every hop, and the sums."""
     x = jax.random.normal(jax.random.key(0), (N, 2048))
-    reduce = partial(dq.psum, axis_name="data", method=CHEAP, topology=topology)
+    reduce = partial(dq.psum, axis_name="data", compression=CHEAP, topology=topology)
 
     def both(x):
         found, rounds_taken = rounds(lambda x, y: reduce(x), x, x[0])

@@ -72,7 +72,7 @@ def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypat
     seen = []
     monkeypatch.setattr(interleaved, "cut", lambda *args: seen.append(cut(*args)) or seen[-1])
     size, method = 512, dataclasses.replace(CHEAP, topology=dq.Direct())
-    options = {"axis_name": "data", "specs": [P("data")], "method": method}
+    options = {"axis_name": "data", "specs": [P("data")], "compression": method}
 
     def grad(shard, copy, x):
         run = lambda own: dq.sequential([lambda w, x: x @ w], [own], x, copies=[copy], **options)
@@ -90,7 +90,7 @@ def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypat
 
 def test_what_cannot_be_is_refused():
     params, examples = problem()
-    optimizer = dq.optax.sharded(optax.adamw(1e-2), "data", method=F32, differences=F32)
+    optimizer = dq.optax.sharded(optax.adamw(1e-2), "data", compression=F32, differences=F32)
     mesh, x = auto_mesh(N), examples[:2]
     state = dq.optax.init(optimizer, params, mesh)
     splits = dq.optax.state_specs(state)
@@ -135,9 +135,9 @@ def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
 
     def both(params, half, x):
-        loss = partial(in_pipeline, x=x, axis_name="data", method=F32, copies=half)
+        loss = partial(in_pipeline, x=x, axis_name="data", compression=F32, copies=half)
         own = jax.grad(plain)(local(half, True), x)
-        return jax.grad(loss)(params), dq.pmean(own, "data", method=F32)
+        return jax.grad(loss)(params), dq.pmean(own, "data", compression=F32)
 
     maps = {"in_specs": (P(), P(), P("data")), "out_specs": P(), "mesh": auto_mesh(N)}
     found, expected = jax.jit(jax.shard_map(both, **maps))(params, half, examples)
@@ -159,7 +159,7 @@ REMAT = [embed, *[jax.checkpoint(block)] * LAYERS, head]
 
 def of_shards(functions, specs=SHARDS, **options):
     """The loss of shards of the functions' parameters."""
-    exact = {"method": F32, "gather": F32, "specs": specs}
+    exact = {"compression": F32, "gather": F32, "specs": specs}
     return lambda p, x: dq.sequential(functions, p, x, "data", **exact | options)
 
 

@@ -23,7 +23,7 @@ ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 @functools.cache
 def run_of(collective, method, topology=None, **options):
     """jit of (tree with leading worker axis, key) -> what every worker gets."""
-    options = {"tiled": True, "method": as_compression(method, topology)} | options
+    options = {"tiled": True, "compression": as_compression(method, topology)} | options
 
     def one(tree, key):
         return collective(tree, "data", key=key, **options)

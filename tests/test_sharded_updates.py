@@ -105,7 +105,7 @@ def train(optimizer, params, batches, mesh=None, axes="data", **options):
 
 
 def make(rule="sgd", method=F32, differences=F32, **options):
-    own = {"axis_name": "data", "method": method, "differences": differences, **options}
+    own = {"axis_name": "data", "compression": method, "differences": differences, **options}
     return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
 
 
@@ -149,7 +149,7 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
         lambda shape: jnp.float32(drawn(shape)), shapes, is_leaf=lambda x: type(x) is tuple
     )
     method = small(CHEAP.method, exclude="wide|narrow/1")
-    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", method=method, differences=F32)
+    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", compression=method, differences=F32)
 
     def step(params):
         worker = jnp.float32(jax.lax.axis_index("data"))
@@ -291,7 +291,7 @@ def test_outside_of_maps_on_explicit_axes():
     def loss(params, x):
         return loss_fn(params, jax.reshard(x, P("data")))
 
-    grad_fn = dq.value_and_grad(loss, axis_name="data", method=F32, reduce=False)
+    grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, reduce=False)
 
     @jax.jit
     def step(params, state, x):
@@ -318,7 +318,7 @@ def test_outside_of_maps_on_explicit_axes():
 def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
     axes = ("node", "data")
     mesh, optimizer = mesh_of(2, 4, names=axes, kind=AxisType.Explicit), make("sgd")
-    grad_fn = dq.value_and_grad(loss_fn, axis_name=axes, method=F32, reduce=False)
+    grad_fn = dq.value_and_grad(loss_fn, axis_name=axes, compression=F32, reduce=False)
     with jax.set_mesh(mesh):
         params, x = put(problem()[0], mesh), put(problem()[1][0], mesh, P(axes))
         state = dq.optax.init(optimizer, params, mesh)
@@ -491,7 +491,7 @@ def test_the_limits_of_the_gradients_are_those_of_the_differences():
     params = {"a": jnp.ones((512, 64)) / 22, "c": jnp.ones((64, 512)) / 22}
     every = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)
     for method, native in ((every, False), (dq.DynamiQ(bits=5), True)):
-        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", method=method)
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method)
         state = dq.optax.init(optimizer, params, auto_mesh())
         specs = dq.optax.state_specs(state)
         update = lambda g, s, p, optimizer=optimizer: optimizer.update(g, s, p)
@@ -508,7 +508,7 @@ def test_other_axes_may_split_parameters_and_the_state_stays_as_its_specs_say():
     """Each worker has one distance for a leaf, which is the largest over the leaf's parts."""
     mesh = jax.make_mesh((2, 4), ("island", "data"), axis_types=(AxisType.Auto,) * 2)
     params, parts = {"w": jnp.zeros((64, 32))}, {"w": P(None, "data")}
-    told = {"method": F32, "differences": F32, "specs": parts}
+    told = {"compression": F32, "differences": F32, "specs": parts}
     optimizer = dq.optax.sharded(optax.sgd(1.0), "island", **told)
     state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(state)

@@ -46,7 +46,7 @@ def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
     assert 1e-5 < sum_error(expected[0], x) < 0.2  # far from exact: rounding is compared
 
     def one(x, key):
-        return dq.psum(x[0], "data", method=TWO_WIDTHS, topology=topology, key=key)
+        return dq.psum(x[0], "data", compression=TWO_WIDTHS, topology=topology, key=key)
 
     checked = jax.shard_map(one, mesh=auto_mesh(n), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))
@@ -92,7 +92,7 @@ def test_without_a_topology_it_is_laxs_psum(method, dtype):
     assert_same_bits(summed(method, None, x), np.asarray(jax.vmap(native, axis_name="data")(x)))
 
     def both(v):
-        ours = dq.psum(v[0], "data", method=method)
+        ours = dq.psum(v[0], "data", compression=method)
         return ours, native(v[0])
 
     mapped = jax.shard_map(both, mesh=auto_mesh(8), in_specs=P("data"), out_specs=P())
@@ -117,7 +117,7 @@ def over_two_levels(method, x, inner=None):
     topology = dq.Hierarchical(inner=inner, outer=dq.Ring())
 
     def one(v):
-        return dq.psum(v, ("node", "gpu"), method=method, topology=topology)
+        return dq.psum(v, ("node", "gpu"), compression=method, topology=topology)
 
     return jax.jit(jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node"))(x)
 

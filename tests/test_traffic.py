@@ -52,7 +52,7 @@ def test_an_all_reduce_runs_the_kernels_whose_bytes_are_counted():
                 yield from names(inner)
 
     method = dq.Compression(dq.DynamiQ(backend="interpret"), topology=dq.Ring(), min_bucket_bytes=0)
-    reduce = jax.vmap(partial(dq.psum, axis_name="i", method=method), axis_name="i")
+    reduce = jax.vmap(partial(dq.psum, axis_name="i", compression=method), axis_name="i")
     program = jax.make_jaxpr(reduce)(jnp.zeros((4, 2**16), jnp.bfloat16))
     ran = {name for name in names(program) if "deal" not in name}
     assert ran == {

@@ -18,9 +18,11 @@ pytestmark = [
 
 KERAS, EQUINOX, MULTI_STEPS = blocks("docs/trainers.md")
 EXPLICIT = 'with jax.set_mesh(jax.make_mesh((8,), ("data",))):'
-SHARDED = 'dq.optax.sharded(optax.adam(1e-3), "data", method=method)'
 ON_LINES = """dq.optax.sharded(  # 1: was {}
-        optax.adam(1e-3), "data", method=method
+        optax.adam(1e-3), "data", compression=compression
+    )"""
+GRADIENTS = """dq.{}value_and_grad(  # 2
+        {}, axis_name="data", compression=compression, reduce=False
     )"""
 PLAIN = {
     "keras": (
@@ -36,7 +38,7 @@ PLAIN = {
         {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
             """dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
-        net_loss, axis_name="data", method=method, reduce=False
+        net_loss, axis_name="data", compression=compression, reduce=False
     )""": "jax.value_and_grad(net_loss)",
         },
     ),
@@ -64,17 +66,15 @@ loss = sum(losses[-WINDOW:]) / WINDOW
     "train state": (
         RECIPES[NAMES.index("train state")],
         {
-            SHARDED: "optax.adam(1e-3)",
-            'dq.value_and_grad(loss_fn, axis_name="data", method=method, reduce=False)':
-                "jax.value_and_grad(loss_fn)",
+            ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
+            GRADIENTS.format("", "loss_fn"): "jax.value_and_grad(loss_fn)",
         },
     ),
     "nnx optimizer": (
         RECIPES[NAMES.index("nnx optimizer")],
         {
-            SHARDED: "optax.adam(1e-3)",
-            'dq.nnx.value_and_grad(net_loss, axis_name="data", method=method, reduce=False)':
-                "nnx.value_and_grad(net_loss)",
+            ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
+            GRADIENTS.format("nnx.", "net_loss"): "nnx.value_and_grad(net_loss)",
         },
     ),
 }  # fmt: skip
@@ -97,7 +97,7 @@ def script(name, how, seed=0):
         return start + replaced(code, plain)
     if how == "exact":
         start = replaced(start, {"dq.DynamiQ(bits=5)": "dq.F32()"})
-        exact = 'optax.adam(1e-3), "data", method=method'
+        exact = 'optax.adam(1e-3), "data", compression=compression'
         code = code.replace(exact, exact + ", differences=dq.F32()")
     return start + code
 

@@ -49,7 +49,7 @@ def test_permutes_alone_bring_exact_sums_to_all(topology, n):
     x, route = integers(n, SIZE), topology(transport="permutes", **STREAMS)
 
     def reduce(x):
-        return dq.psum(x, "data", method=EXACT, topology=route)
+        return dq.psum(x, "data", compression=EXACT, topology=route)
 
     lowered = program(reduce, n, P()).lower(x)
     text = lowered.as_text()
@@ -64,7 +64,7 @@ def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
     x = integers(n, 3, SIZE)
 
     def reduce(x, groups=None):
-        return dq.psum(x, "data", method=EXACT, topology=route, axis_index_groups=groups)
+        return dq.psum(x, "data", compression=EXACT, topology=route, axis_index_groups=groups)
 
     summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
     np.testing.assert_array_equal(summed, x.sum(axis=0))
@@ -87,7 +87,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
         state = request.init_state(jnp.zeros(SIZE), n, stacked=True)
 
         def one(x, state, request=request):
-            options = {"metrics": True, "key": jax.random.key(1), "method": request}
+            options = {"metrics": True, "key": jax.random.key(1), "compression": request}
             state = jax.tree.map(lambda s: s[0], state)
             *kept, metrics = dq.reduce(x[0], "data", state=state, **options)
             return jax.tree.map(lambda s: Axis(("data",)).to_varying(s)[None], kept), metrics
@@ -100,7 +100,9 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
     n, x = 4, integers(4, 4 * SIZE)
     method = small(dq.DynamiQ(widths=(16,), bits=18), topology=dq.Direct(transport="permutes"))
-    run = program(lambda x: dq.psum_scatter(x, "data", tiled=True, method=method), n, P("data"))
+    run = program(
+        lambda x: dq.psum_scatter(x, "data", tiled=True, compression=method), n, P("data")
+    )
     assert "all_to_all" not in run.lower(x).as_text()
     np.testing.assert_allclose(run(x), x.sum(axis=0), rtol=2**-7, atol=2)
 
@@ -287,10 +289,10 @@ def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
     return pk.decompress(sums, last, everyone, result, noises, fmt=fmt)
 
 
-def with_memory(x, axis_name, *, method, topology):
+def with_memory(x, axis_name, *, compression, topology):
     """A psum whose state keeps what it lost."""
-    state = jax.lax.pcast(method.init_state(x, 3), axis_name, to="varying")
-    options = {"op": "sum", "method": method, "topology": topology}
+    state = jax.lax.pcast(compression.init_state(x, 3), axis_name, to="varying")
+    options = {"op": "sum", "compression": compression, "topology": topology}
     total, state, _ = dq.reduce(x, axis_name, state=state, **options)
     return total, jax.tree.map(lambda x: x[None], state)
 
@@ -329,7 +331,7 @@ def test_what_is_pushed_gives_the_bits_of_collectives(
     spec = (P(), P("data")) if reduce is with_memory else spec
     for transport in ("collectives", "push"):
         route = dq.Direct(transport=transport, streams=streams)
-        one = functools.partial(reduce, axis_name="data", method=method, topology=route)
+        one = functools.partial(reduce, axis_name="data", compression=method, topology=route)
         found.append(program(one, n, spec)(x))
     assert called == kernels
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -339,7 +341,7 @@ def pushed(**options):
     """Traces a psum by push kernels."""
 
     def reduce(x):
-        return dq.psum(x, "data", **{"method": CHEAP} | options)
+        return dq.psum(x, "data", **{"compression": CHEAP} | options)
 
     jax.eval_shape(program(reduce, 4, P()), jax.ShapeDtypeStruct((4, SIZE), jnp.float32))
 
@@ -350,7 +352,7 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs.* 'cpu'; {remedy}"):
         pushed(topology=dq.Direct(transport="push", streams=1))
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs"):
-        pushed(method=small(CHEAP.method, transport="push"))
+        pushed(compression=small(CHEAP.method, transport="push"))
     for topology in (dq.Ring, dq.Butterfly):
         with pytest.raises(ValueError, match="push kernels send to all; pass topology=dq.Direct"):
             pushed(topology=topology(transport="push"))

@@ -49,7 +49,7 @@ def expected(x, weights=WEIGHTS):
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 @pytest.mark.parametrize("method", [EXACT, EIGHT], ids=["f32", "dynamiq"])
 def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
-    found = mapped(check_vma, method=method)(tree(), jnp.asarray(WEIGHTS))
+    found = mapped(check_vma, compression=method)(tree(), jnp.asarray(WEIGHTS))
     for name, x in tree().items():
         error = float(vnmse(np.asarray(found[name][0], np.float64), expected(x)))
         most = {"a": 1e-12, "b": 2e-5, "c": 1e-6}[name]
@@ -60,7 +60,7 @@ def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, m
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)
-    run = mapped(method=CHEAP)
+    run = mapped(compression=CHEAP)
     assert_same_bits(run(x, jnp.asarray(WEIGHTS)), run(bad, jnp.asarray(WEIGHTS)))
     shown = run(bad, jnp.ones(N))
     assert np.isnan(np.asarray(shown["a"])).all()
@@ -71,13 +71,13 @@ def test_what_weighs_nothing_may_be_nan():
     [([0.0] * N, 0), *(([1.0, bad, 0.0, 6.0], np.nan) for bad in (np.nan, np.inf, -1.0, -np.inf))],
 )
 def test_no_weight_gives_zeros_and_one_that_counts_nothing_nan(weights, everywhere):
-    for leaf in jax.tree.leaves(mapped(method=CHEAP)(tree(), jnp.array(weights))):
+    for leaf in jax.tree.leaves(mapped(compression=CHEAP)(tree(), jnp.array(weights))):
         np.testing.assert_array_equal(np.asarray(leaf, np.float32), everywhere)
 
 
 @pytest.mark.parametrize("scale", [2.0**126, 2.0**-120])
 def test_weights_whose_sum_f32_does_not_hold_weigh_the_same(scale):
-    run, weights = mapped(method=CHEAP), jnp.array([1.0, 0.5, 2.0, 1.0])
+    run, weights = mapped(compression=CHEAP), jnp.array([1.0, 0.5, 2.0, 1.0])
     assert_same_bits(run(tree(), weights), run(tree(), weights * scale))
 
 
@@ -85,7 +85,7 @@ def test_leaves_that_all_hold_alike_are_their_own_mean():
     @jax.jit
     @partial(jax.shard_map, mesh=auto_mesh(N), in_specs=(P(), P("data")), out_specs=P())
     def run(rate, weight):
-        return dq.pmean({"rate": rate, "one": 1.5}, "data", weight=weight[0], method=EXACT)
+        return dq.pmean({"rate": rate, "one": 1.5}, "data", weight=weight[0], compression=EXACT)
 
     found = run(jnp.float32(0.3), jnp.asarray(WEIGHTS))
     assert float(found["rate"]) == np.float32(0.3) and float(found["one"]) == 1.5
@@ -98,7 +98,7 @@ def test_memory_keeps_what_was_not_sent():
     state = as_compression(method).init_state(x[0], N, stacked=True)
 
     def step(x, state, weight):
-        found = dq.reduce(x, "data", method=method, state=state, weight=weight)
+        found = dq.reduce(x, "data", compression=method, state=state, weight=weight)
         return found.tree, found.state
 
     run = jax.jit(jax.vmap(step, axis_name="data"))

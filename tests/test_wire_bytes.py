@@ -21,10 +21,10 @@ ASKED = re.compile(
 )
 
 
-def lower(collective, tree, sizes, method, topology=None):
+def lower(collective, tree, sizes, compression, topology=None):
     """The HLO of a collective of ``tree`` (one worker's) on a mesh, and what it has in bf16."""
     n, axis = math.prod(sizes), ("node", "gpu")[-len(sizes) :]
-    options = {"method": method} | ({} if topology is None else {"topology": topology})
+    options = {"compression": compression} | ({} if topology is None else {"topology": topology})
 
     def one(tree):
         return collective(jax.tree.map(lambda x: x[0], tree), axis, **options)
@@ -124,7 +124,7 @@ def test_wire_bits_are_what_the_program_moves(name):
     moved = moved_bits(hlo, asked, n, sizes[-1])
     crossing = moved.pop("crossing", 0)
     assert set(moved) == expected | {"all-reduce"}
-    options = {"method": method, "topology": topology}
+    options = {"compression": method, "topology": topology}
     promised = wire_bits(method, topology)(tree, sizes)
     # Integers but for 2 (n-1)/n, which is rounded once for each bucket and once for all.
     explanation = dq.explain(tree, sizes, **options, verbose=False)

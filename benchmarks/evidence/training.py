@@ -216,7 +216,7 @@ def all_reduced(text: str, topology: str, recipe: Recipe) -> Way:
     request = dq.Compression(method, topology=route, min_leaf_size=MIN_LEAF_SIZE, min_bucket_size=1)
 
     def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
-        return dq.reduce(grads, AXIS, method=request, key=key, state=memory)[:2]
+        return dq.reduce(grads, AXIS, compression=request, key=key, state=memory)[:2]
 
     def bits_per_coord(grads: Tree) -> float:
         return request.explain(grads, N_WORKERS, verbose=False).bits_per_coord
@@ -254,7 +254,7 @@ def sharded(text: str, topology: str, recipe: Recipe) -> Way:
 def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any]:
     optimizer = dq.optax.sharded(
         adamw(recipe, optax.identity()), AXIS,
-        method=scatter, differences=gather, max_norm=MAX_NORM,
+        compression=scatter, differences=gather, max_norm=MAX_NORM,
     )  # fmt: skip
 
     def init(params: Tree) -> Any:
@@ -270,13 +270,13 @@ def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any
 
 def _fully_sharded(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any]:
     def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
-        own = dq.psum_scatter(grads, AXIS, tiled=True, method=scatter, key=key)
+        own = dq.psum_scatter(grads, AXIS, tiled=True, compression=scatter, key=key)
         sums = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
         return jax.tree.map(lambda x: x / N_WORKERS, sums), memory
 
     def used(params: Tree, key: Array) -> Tree:
         def gathered(slices: Tree) -> Tree:
-            return dq.all_gather(slices, AXIS, tiled=True, method=gather, key=key)
+            return dq.all_gather(slices, AXIS, tiled=True, compression=gather, key=key)
 
         slices = jax.tree.map(lambda x: x.reshape(N_WORKERS, -1, *x.shape[1:]), params)
         return jax.tree.map(lambda x: x[0], jax.vmap(gathered, axis_name=AXIS)(slices))

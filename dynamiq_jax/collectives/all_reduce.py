@@ -21,11 +21,12 @@ def psum(
     x: Any,
     axis_name: AxisName,
     *,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; replaces `jax.lax.psum`.
 
@@ -51,7 +52,8 @@ def psum(
         shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
-      method: how to compress; default ``DynamiQ()``, 5 bits per coordinate. Methods with memory
+      compression: how to compress: a `Compression`, or its method alone. Default ``DynamiQ()``,
+        5 bits per coordinate. Methods with memory
         take `reduce`. A function ``(path, leaf) -> method`` chooses for every leaf, and excludes
         those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
         dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
@@ -71,6 +73,7 @@ def psum(
         leaves are copies over other manual axes; without it each leaf then travels alone. Outside
         of maps it says how sums are sharded, over the summed axes, too. By default sums are
         sharded as their terms.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``x``.
@@ -83,7 +86,7 @@ def psum(
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Sum(axis, as_compression(method, topology), "sum", specs=specs)
+    total = Sum(axis, as_compression(compression, topology, method=method), "sum", specs=specs)
     return way_of(total, x)(x, key).tree
 
 
@@ -91,12 +94,13 @@ def pmean(
     x: Any,
     axis_name: AxisName,
     *,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
     weight: Array | float | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; replaces `jax.lax.pmean`.
 
@@ -106,12 +110,13 @@ def pmean(
       x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and shape.
         Small ones and other dtypes are averaged exactly, by `jax.lax.pmean`'s rules.
       axis_name: as for `psum`.
-      method: as for `psum`.
+      compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`; each group averages for itself.
       specs: as for `psum`.
       weight: how much this worker counts, as for `reduce`: a scalar, such as its number of tokens.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``x``, with the same bits on all workers. With a ``weight`` it is the weighted
@@ -124,7 +129,7 @@ def pmean(
       NotImplementedError: as for `psum`.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Sum(axis, as_compression(method, topology), "mean", specs=specs)
+    total = Sum(axis, as_compression(compression, topology, method=method), "mean", specs=specs)
     return way_of(total, x)(x, key, weight=weight).tree
 
 
@@ -133,13 +138,14 @@ def reduce(
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     state: State | None = None,
     metrics: bool = False,
     specs: Any = None,
     weight: Array | float | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Reduced:
     """Sums or averages as `psum` and `pmean` do; takes and returns states, and returns metrics.
 
@@ -147,7 +153,7 @@ def reduce(
       tree: as for `psum`.
       axis_name: as for `psum`.
       op: "mean" or "sum".
-      method: as for `psum`.
+      compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
       state: what a method with memory carries from step to step: `init_state`'s, then that of the
@@ -160,6 +166,7 @@ def reduce(
         of weight 0 adds nothing, not even NaN. If all weights are 0 the mean is 0. A weight that is
         negative, infinite or NaN makes the mean NaN on all workers. Leaves are floating-point; n
         times their values must fit f16 if they are f16.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.
@@ -168,7 +175,9 @@ def reduce(
       ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is not a
         scalar, or is for a sum or for integers, or as for `psum`.
     """
-    total = Sum(check_axis(axis_name), as_compression(method, topology), op, specs=specs)
+    total = Sum(
+        check_axis(axis_name), as_compression(compression, topology, method=method), op, specs=specs
+    )
     return way_of(total, tree)(tree, key, state, metrics=metrics, weight=weight)
 
 

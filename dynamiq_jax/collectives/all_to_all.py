@@ -48,9 +48,10 @@ def all_to_all(
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     backward: Method | None = EIGHT_BITS,
     key: Array | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Tree:
     """Sends block i of every leaf to worker i, quantised, and so do the cotangents on their way.
 
@@ -77,11 +78,12 @@ def all_to_all(
       axis_index_groups: as for `psum_scatter`.
       tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and
         ``concat_axis`` becomes n times as long; otherwise ``split_axis`` is n, and moves.
-      method: as for `psum`, without state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
+      compression: as for `psum`, without state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
       backward: the method of the cotangents of all leaves that are compressed; `None`: that of the
         leaf.
       key: as for `psum`. The backward pass rounds by other noise of the same key. Without a key
         the noise of `DynamiQ` is a hash of each worker's data.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``x``, of the blocks that this worker received, in the leaf's dtype.
@@ -96,7 +98,7 @@ def all_to_all(
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
-    request = replace(as_compression(EIGHT_BITS if method is None else method), topology=None)
+    request = replace(as_compression(compression, method=method, default=EIGHT_BITS), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
     sizes, leaves, fixed = halves.begin("all_to_all", axis, x, request, key, told)

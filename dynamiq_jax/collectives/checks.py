@@ -1,6 +1,5 @@
 """Checks of the leaves and states that a collective is given."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.request.compression import PADDED
 from dynamiq_jax.tree.leaves import Grouping, Leaf
 
@@ -22,7 +22,7 @@ def check_state(state: Any, expected: tuple, grouping: Grouping) -> list:
         if needing and grouping.buckets[0].route.n_workers > 1:
             raise ValueError(
                 f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
-                "method=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
+                "compression=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
                 "carry the state that it returns to the next step. The function that "
                 "dq.value_and_grad returns takes state=, too, made with stacked=True"
             )
@@ -93,13 +93,12 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
     n = axis.size
     equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
     if equal and n > 1:
-        warnings.warn(
+        warn(
             f"{_described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
             "same value, so that the mean is that value and nothing is compressed. If these are "
             "gradients of replicated parameters, JAX has summed them over the axis already "
             f"(check_vma=True), and unless the loss was averaged over it they are {n} times the "
             f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis.name!r}, to='varying')",
-            stacklevel=4,
         )
     if n == 1:
         return
@@ -122,11 +121,10 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
                 "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
                 "these limits"
             )
-        warnings.warn(
+        warn(
             f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
             f"{reasons[0]}{nothing}. dq.explain(tree, {n}) tells of every leaf which way it goes; "
             f"pass {remedy}",
-            stacklevel=4,
         )
 
 

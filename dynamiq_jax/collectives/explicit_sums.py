@@ -6,7 +6,6 @@ it. JAX types gradients so where parameters are typed as reduced, see `training.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.collectives.sum import Sum
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import zero_tangent
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.tree.placement import (
@@ -68,12 +68,11 @@ def reduce_outside(
             "loss that divides by all of its examples or tokens gives means"
         )
     if not any(map(unreduced_axes, jax.tree.leaves(tree))):
-        warnings.warn(
+        warn(
             f"no leaf is unreduced over axis {name!r}: outside of maps they count as summed "
             "already and are returned as they are. Take gradients by dq.value_and_grad("
             "reduce=False), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
             "are small; or call this under jax.shard_map",
-            stacklevel=3,
         )
     return reduce_unreduced(total, tree, key, state, metrics=metrics)
 

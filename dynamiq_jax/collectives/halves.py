@@ -45,10 +45,11 @@ def psum_scatter(
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Tree:
     """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
 
@@ -66,10 +67,11 @@ def psum_scatter(
         last.
       tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
         it is n and is removed.
-      method: as for `psum`.
+      compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``x``, of this worker's own slice of every sum, in the leaf's dtype.
@@ -81,7 +83,10 @@ def psum_scatter(
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
-    axis, request = check_axis(axis_name, axis_index_groups), as_compression(method, topology)
+    axis, request = (
+        check_axis(axis_name, axis_index_groups),
+        as_compression(compression, topology, method=method),
+    )
     if not axis.names:
         return x
     run, treedef = scattering(axis, x, request, scatter_dimension, tiled=tiled, key=key)
@@ -229,9 +234,10 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: Varying = "varying",
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Tree:
     """Gathers every worker's leaves, quantised: all workers end with the same bits.
 
@@ -248,9 +254,10 @@ def all_gather(
       tiled: whether they are concatenated along it, or stacked as a new one.
       to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
         "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
-      method: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
+      compression: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``x``, of gathered leaves in their dtypes, with the same bits on all workers.
@@ -264,7 +271,9 @@ def all_gather(
     """
     workers = check_axis(axis_name, axis_index_groups)
     check_choice("to", to, get_args(Varying))
-    return gather_over(workers, x, as_compression(method), axis, tiled=tiled, to=to, key=key)
+    return gather_over(
+        workers, x, as_compression(compression, method=method), axis, tiled=tiled, to=to, key=key
+    )
 
 
 def gather_over(

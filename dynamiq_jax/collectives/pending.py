@@ -23,6 +23,7 @@ from jax import Array, lax
 
 from dynamiq_jax.collectives.sum import Split, Sum
 from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.warned import warn
 
 _taken: set[AxisName] = set()
 """The axes over which this process has traced something that takes pending differences."""
@@ -51,11 +52,10 @@ class Pending:
         A step takes them before its update, so that its trace, or an earlier one, has been here.
         """
         if self.total.axis.name not in _taken:
-            warnings.warn(
+            warn(
                 "nothing takes the pending differences of dq.optax.sharded(..., deferred=True): "
                 "parameters would stay as they are; pass pending=state.pending to dq.sequential, "
                 "or call dq.optax.gathered(params, opt_state) at the top of the step",
-                stacklevel=2,
             )
 
     def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:

@@ -7,7 +7,6 @@ device is left with is all-reduced over the others. The way back gathers its sha
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast, get_args
 
@@ -28,6 +27,7 @@ from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
@@ -67,10 +67,9 @@ def warn_of_gather(gathered: list[Leaf], remedy: str, what: str = "parameters") 
     """Warns of a large gather before the loss; the leaves are what one device holds afterwards."""
     nbytes = sum(leaf.nbytes for leaf in gathered)
     if nbytes > LARGE_GATHER:
-        warnings.warn(
+        warn(
             f"{len(gathered)} sharded {what} are gathered before the loss, "
             f"{nbytes:,} bytes on every device; to hold one layer at a time {remedy}",
-            stacklevel=3,
         )
 
 

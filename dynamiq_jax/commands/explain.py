@@ -40,6 +40,6 @@ def command(
             f"{n} workers are not {nodes} equal nodes: pass a divisor of {n}", param_hint="--nodes"
         )
     sizes = n if nodes == 1 else (nodes, n // nodes)
-    told = {"method": method, "topology": route or None, "rate": rate, "verbose": False}
+    told = {"compression": method, "topology": route or None, "rate": rate, "verbose": False}
     found = checked("--topology --rate", dq.explain, tree, sizes, **told)
     typer.echo(options.without_control(f"{name}: {found}"))

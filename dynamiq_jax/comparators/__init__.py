@@ -2,7 +2,7 @@
 
 They take the places of `DynamiQ` in every function of this library::
 
-    grads = dq.psum(grads, "data", method=dq.comparators.MXFP4())
+    grads = dq.psum(grads, "data", compression=dq.comparators.MXFP4())
 
 A NaN or infinity on any worker makes all that it is encoded with NaN on all workers: its block of
 `MXFP8` and its kin, its bucket of `MinMax`, its piece of `GlobalQSGD` and `THC`, its block, row,

@@ -63,7 +63,7 @@ class PacketLoss(HopMethod, Around):
     """A method over `Direct` whose packets of gradients are lost at random, unbiased.
 
         lossy = dq.comparators.PacketLoss(dq.DynamiQ(), rate=0.1)
-        grads = dq.psum(grads, "data", method=lossy, topology=dq.Direct(), key=key)
+        grads = dq.psum(grads, "data", compression=lossy, topology=dq.Direct(), key=key)
 
     It simulates a network that loses packets and does not send them again, to see how a training
     goes under it. It saves no time. The losses follow from ``key``, or without a key from a hash of

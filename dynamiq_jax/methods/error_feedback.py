@@ -20,7 +20,6 @@ further hops would be in nobody's memory, and the sum of the h_i, which every wo
 itself, would drift away from the h_i for ever.
 """
 
-import warnings
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     Around,
@@ -72,7 +72,7 @@ class ErrorFeedback(Around):
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
         state = dq.Compression(method).init_state(params, n_workers)
-        grads, state, _ = dq.reduce(grads, "data", method=method, state=state)
+        grads, state, _ = dq.reduce(grads, "data", compression=method, state=state)
 
     With "ef14" each result has the noise of two steps, its own and what makes up for the one
     before: about twice the squared error of the method alone, and more where bits are few. It is
@@ -166,7 +166,7 @@ class ErrorFeedback(Around):
         state, divisor = call.state, call.divisor
         growth = self._growth(call.n_workers, call.topology)
         if growth is not None:
-            warnings.warn(growth, stacklevel=2)
+            warn(growth)
         with jax.named_scope("error_feedback"):
             own, momentum = x, state.momentum
             if momentum is not None:

@@ -4,7 +4,6 @@ Such a method says what workers have to agree on (`measure`, a small all-reduce)
 it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives.
 """
 
-import warnings
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -15,6 +14,7 @@ from jaxtyping import Float
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import Seed, fold_seed
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
@@ -89,7 +89,7 @@ class HopMethod(TellsLosses):
         """Warns of a relative error that is too large."""
         advice = self.advice(call.n_workers, call.topology, collective)
         if advice is not None:
-            warnings.warn(advice, stacklevel=2)
+            warn(advice)
 
     def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> Shared:
         """The shared facts, after the small all-reduce of the messages."""

@@ -37,8 +37,9 @@ def liec(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
-    method: Compression | Method | None = None,
+    compression: Compression | Method | None = None,
     key: Array | None = None,
+    method: Compression | Method | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LIEC-SGD: local immediate error compensation, compressed both ways.
 
@@ -51,15 +52,16 @@ def liec(
     Args:
       inner: the optimizer, of which every worker has a state of its own; `optax.sgd` in the paper.
       axis_name: as for `dynamiq_jax.psum`.
-      method: what compresses, over `dynamiq_jax.Direct`: a method whose chunks are the same
+      compression: what compresses, over `dynamiq_jax.Direct`: a method whose chunks are the same
         coordinates in every step. Default: ``MinMax()``, 4 bits.
       key: as for `all_reduce`.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Raises:
       ValueError: the method does not tell what it loses, or sorts coordinates, as `DynamiQ`.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request = as_compression(method or MinMax())
+    request = as_compression(compression, method=method, default=MinMax())
     exchange = dataclasses.replace(request, method=LocalError(request.method))
 
     def init(params) -> Any:

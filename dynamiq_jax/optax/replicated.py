@@ -32,10 +32,11 @@ class AllReduceState(NamedTuple):
 def all_reduce(
     axis_name: AxisName,
     *,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     op: Op = "mean",
     key: Array | None = None,
     metrics: bool = False,
+    method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
 
@@ -45,17 +46,18 @@ def all_reduce(
 
     Args:
       axis_name: as for `dynamiq_jax.psum`.
-      method: as for `dynamiq_jax.psum`; methods with memory serve, too.
+      compression: as for `dynamiq_jax.psum`; methods with memory serve, too.
       op: "mean" or "sum".
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a
       new `AllReduceState`. It has no use for ``params``.
     """
-    axis, compression = check_axis(axis_name), as_compression(method)
+    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
 
     def init(params) -> Any:
         memory = first_memory(params, axis, compression)

@@ -36,6 +36,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
@@ -105,13 +106,14 @@ def sharded(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     differences: Compression | Method | ByPath = DIFFERENCES,
     max_norm: float | None = None,
     key: Array | None = None,
     specs: Any = None,
     check_every: int = 0,
     deferred: bool = False,
+    method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
 
@@ -168,9 +170,9 @@ def sharded(
         f32; updates run the elementwise operations of it on slices. Extra arguments of ``update``,
         such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
-      method: how gradients travel, as for `dynamiq_jax.psum`, without memory.
+      compression: how gradients travel, as for `dynamiq_jax.psum`, without memory.
       differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`; a bare
-        method takes the limits of ``method``, such as its ``min_bucket_bytes``.
+        method takes the limits of ``compression``, such as its ``min_bucket_bytes``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
@@ -180,6 +182,7 @@ def sharded(
       check_every: every so many steps workers compare a hash of their copies, with an error at run
         time if they differ. 0: never.
       deferred: whether differences travel at the top of the next step.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A transformation whose ``update(grads, state, params)`` returns updates, a tree like
@@ -191,7 +194,7 @@ def sharded(
         over other axes, or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request = as_compression(method)
+    request = as_compression(compression, method=method)
     gathers = gathers_of(differences, request)  # with its limits, unless differences have their own
     total = Sum(axis, request, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
@@ -313,11 +316,10 @@ def _places(
     nbytes = sum(leaf.nbytes for leaf in whole)
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
         names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
-        warnings.warn(
+        warn(
             f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that divides by the {n} "
             f"workers of axis {axis.name!r}, and every worker updates all of them: {names}; pad "
             "them to a multiple",
-            stacklevel=4,
         )
     return found
 
@@ -355,10 +357,9 @@ def _outside(
     terms = jax.tree.map(spec_of, updates)
     moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
     if not any(moved):
-        warnings.warn(
+        warn(
             f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
             "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
-            stacklevel=3,
         )
     own, after = jax.tree.map(spec_of, params), state.specs()
     run = jax.shard_map(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -13,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.placement import check_nodes
 
 Tree = TypeVar("Tree")
@@ -169,7 +169,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         done.append(jax.tree.unflatten(inner, values))
     _check_places(list(old), parts)
     if notes:
-        warnings.warn("opt_state: " + "; ".join(notes), stacklevel=2)
+        warn("opt_state: " + "; ".join(notes))
     return jax.tree.unflatten(treedef, done)
 
 

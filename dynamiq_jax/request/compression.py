@@ -17,6 +17,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.links import fast_links
 from dynamiq_jax.core.seeds import key_words
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
@@ -50,9 +51,9 @@ class Compression(Options):
     """How a tree is reduced: which method compresses which leaf, and how payloads travel.
 
         compression = dq.Compression(dq.DynamiQ(bits=4), exclude="norm|bias")
-        grads = dq.pmean(grads, "data", method=compression)
+        grads = dq.pmean(grads, "data", compression=compression)
 
-    Every function of this library takes one as ``method``. A bare method stands for
+    Every function of this library takes one as ``compression``. A bare method stands for
     ``Compression(method)``.
 
     Attributes:
@@ -376,29 +377,55 @@ class Compression(Options):
         } | agreement.described(options)
 
 
-def as_compression(method: Any, topology: AnyTopology | None = None) -> Compression:
-    """The request that ``method=`` and ``topology=`` of a collective stand for."""
-    if not isinstance(method, Compression):
-        return Compression(method, topology=topology)
-    if topology is None:
-        return method
-    if method.topology is not None and method.topology != topology:
-        raise ValueError(
-            f"topology={topology!r}, and method has topology={method.topology!r}; pass one of them"
+def as_compression(
+    compression: Compression | Method | ByPath | None,
+    topology: AnyTopology | None = None,
+    *,
+    method: Compression | Method | ByPath | None = None,
+    default: Method | None = None,
+) -> Compression:
+    """The request that ``compression=`` and ``topology=`` of a collective stand for.
+
+    ``method`` is the former name of ``compression``.
+    """
+    if method is not None:
+        if compression is not None:
+            raise TypeError(
+                f"compression={compression!r} and method={method!r} are one argument: pass "
+                "compression, since method is its former name"
+            )
+        warn(
+            "method= is deprecated, and goes with the next minor version: the argument's name is "
+            "compression= now",
+            DeprecationWarning,
         )
-    return dataclasses.replace(method, topology=topology)
+        compression = method
+    if compression is None:
+        compression = default
+    if not isinstance(compression, Compression):
+        if compression is not None and (isinstance(compression, type) or not callable(compression)):
+            check_method(compression, "compression")
+        return Compression(compression, topology=topology)
+    if topology is None:
+        return compression
+    if (own := compression.topology) is not None and own != topology:
+        raise ValueError(
+            f"topology={topology!r}, and compression has topology={own!r}; pass one of them"
+        )
+    return dataclasses.replace(compression, topology=topology)
 
 
 def explain(
     tree: Any,
     n_workers: int | tuple[int, ...],
     *,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     topology: AnyTopology | None = None,
     verbose: bool = True,
     mesh: Mesh | None = None,
     specs: Any = None,
     rate: str | None = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Explanation:
     """Explains `psum` of ``tree`` with these arguments; prints a table unless told not to.
 
@@ -406,13 +433,14 @@ def explain(
       tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`; nothing is
         computed.
       n_workers: the size of the axis, or of every axis, the outermost first.
-      method: as for `psum`.
+      compression: as for `psum`.
       topology: as for `psum`.
       verbose: whether to print the table.
       mesh: the mesh that ``specs`` are of, as for `Compression.explain`.
       specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
       rate: of a host's link in each direction, such as "25gbit" (a text). The explanation then has
         the wire's times, in ms, as for `Compression.explain`.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       The route, the bytes and the bits per coordinate of every leaf, and their totals for one
@@ -422,7 +450,7 @@ def explain(
       ValueError: an argument is not understood, or the method does not serve so many workers.
     """
     options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
-    return as_compression(method, topology).explain(tree, n_workers, **options)
+    return as_compression(compression, topology, method=method).explain(tree, n_workers, **options)
 
 
 def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.constraints import REMEDY, Recorded, record
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
@@ -303,22 +303,20 @@ class Mapped:
             own = recorded.varying(none, list(map(varying_axes, arrays)))[0]
             known = [names.isdisjoint(axis.names) for names in jax.tree.leaves(own)]
         if unsplit and known is not None and known[0]:
-            warnings.warn(
+            warn(
                 f"all workers on axis {axis.name!r} compute the same loss: no argument is split "
                 "over them. Arrays that the loss closes over are whole on every worker; pass the "
                 "batch as an argument",
-                stacklevel=2,
             )
         is_same = known[1:] if known is not None else [False] * len(aux)
         rows = zip(aux, doubtful, is_same, strict=True)
         own = [jax.tree_util.keystr(path) for (path, _), doubt, ok in rows if doubt and not ok]
         if own:
-            warnings.warn(
+            warn(
                 f"aux='same' of leaves {own[:4]}: JAX's types do not tell that all workers have "
                 "the same, as of statistics of each worker's own examples, and copies on devices "
                 f"may differ. Average them in the loss, by axis_name={axis.name!r} of a BatchNorm "
                 "or by jax.lax.pmean, or pass another word",
-                stacklevel=2,
             )
 
 

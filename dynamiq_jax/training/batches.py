@@ -1,7 +1,6 @@
 """How the arguments of a loss are split over the workers of Auto data axes."""
 
 import inspect
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.sum import warn_of_gather
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_of, flat_specs, n_parts, names_of, several
 
@@ -194,17 +194,16 @@ def placed_batch(
             gathered.append(x)
         specs.append(own)
     if len(lengths) > 1:
-        warnings.warn(
+        warn(
             f"arguments of the loss are split over workers along leading axes of {len(lengths)} "
             f"lengths, as those of shapes {list(lengths.values())[:4]}: are all of them examples? "
             "Say P() in batch_specs for what every worker needs whole, as a frozen model, and a "
             "spec for the others",
-            stacklevel=5,
         )
     warn_of_gather(
         describe_leaves(gathered),
         f"pass their specs over {axis.names} in batch_specs, and call jax.lax.all_gather in each "
-        "layer, or dq.all_gather(method=dq.DynamiQ(bits=8)) where the mesh has no other axes",
+        "layer, or dq.all_gather(compression=dq.DynamiQ(bits=8)) where the mesh has no other axes",
         what="arguments of the loss",
     )
     return tuple(specs), tuple(folded)
@@ -229,11 +228,10 @@ def _check_untold(name: str, x: Any, axis: Axis) -> None:
 def _warn_of_rows(name: str, shape: tuple[int, ...], batch: list[int], axis: Axis) -> None:
     """Warns of an array that is whole by its sharding, and may be examples by its shape."""
     if shape[0] in batch:
-        warnings.warn(
+        warn(
             f"the loss's argument {name!r} has shape {shape}, as many rows as the batch, and its "
             f"sharding is replicated over {axis.names}: every worker gets all of it. Say P() in "
             f"batch_specs if that is right, and P({axis.name!r}) if its rows are examples",
-            stacklevel=6,
         )
 
 
@@ -241,11 +239,10 @@ def _warn_of_place(name: str, place: P | None, counting: set[str], axis: Axis) -
     """Warns of an array that is split along its leading axis, and is sharded along another."""
     for dimension, entry in enumerate(place or ()):
         if dimension and counting & {*names_of(entry)}:
-            warnings.warn(
+            warn(
                 f"the loss's argument {name!r} is sharded as {place}, and is split over workers "
                 f"along its leading axis: say in batch_specs P({axis.name!r}) if its rows are "
                 f"examples, and {place} if each worker takes what it has",
-                stacklevel=6,
             )
 
 

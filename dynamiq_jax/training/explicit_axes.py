@@ -9,7 +9,6 @@ itself stays a function of global arrays.
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from dynamiq_jax.collectives.sum import Sum, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.auto_axes import Told, closed_over
@@ -153,14 +153,13 @@ class Deferred(NamedTuple):
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
             if alone := (own & large) - found(gathers) - mapped:
-                self._warn_of_shards(params, alone, 4)
+                self._warn_of_shards(params, alone)
         if native:
-            warnings.warn(
+            warn(
                 f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
                 f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
                 "are whole already; leave jax.reshard out, or exclude them by "
                 "Compression(exclude=...)",
-                stacklevel=3,
             )
         if native & chosen:  # summed by JAX they would be compressed on top
             chosen -= native
@@ -229,27 +228,25 @@ class Deferred(NamedTuple):
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
         leaves = describe_leaves(params)
         if alone := found.native.keys() & (large - chosen - found.gathered):
-            self._warn_of_shards(params, alone, 5)
+            self._warn_of_shards(params, alone)
         native = {i: x for i, x in found.native.items() if i in large - alone}
         nbytes = sum(leaves[i].nbytes for i in native)
         if nbytes <= sum(leaves[i].nbytes for i in large) / 100:  # norms' scales, say
             return
-        warnings.warn(
+        warn(
             f"JAX sums gradients of {_listed(params, native)}, uncompressed: it has no rule for "
             f"parameters that are typed as reduced over axis {self.axis.name!r} in "
             f"{', '.join(sorted({*native.values()}))}. Compression(exclude=...) says that it is "
             "meant; a mesh of Auto axes compresses all",
-            stacklevel=4,
         )
 
-    def _warn_of_shards(self, params: Any, alone: Collection[int], stacklevel: int) -> None:
+    def _warn_of_shards(self, params: Any, alone: Collection[int]) -> None:
         """Warns of shards whose gradients JAX sums: the loss does not gather them by our means."""
-        warnings.warn(
+        warn(
             f"{_listed(params, alone, 'sharded parameters')} do not pass "
             "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
             "Call it for these, too, in the place of jax.reshard, or exclude them "
             "by Compression(exclude=...)",
-            stacklevel=stacklevel,
         )
 
     def _joined(

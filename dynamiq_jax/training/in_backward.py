@@ -24,11 +24,12 @@ def reduce_in_backward(
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     specs: Any = None,
     gather: Compression | Method | ByPath | None = None,
     copies: Any = None,
+    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """Reduces gradients in a worker's loss (in maps) or in the global batch's (outside of maps).
 
@@ -82,21 +83,22 @@ def reduce_in_backward(
     * Derivatives are of the first order, in reverse mode.
 
     Args:
-      params: any pytree; integers and the like pass. Where it has such leaves, ``method`` by path
-        and ``specs`` see `None` in their place.
+      params: any pytree; integers and the like pass. Where it has such leaves, ``compression`` by
+        path and ``specs`` see `None` in their place.
       axis_name: as for `psum`; all axes that split the batch.
       op: "mean" or "sum". Outside of maps it does not count: the loss is that of all examples.
-      method: as for `psum`; none with memory, which has nowhere to go. By path it sees the shapes
-        of whole leaves.
+      compression: as for `psum`; none with memory, which has nowhere to go. By path it sees the
+        shapes of whole leaves.
       key: as for `psum`. In a scan all layers see the same key, and round alike: fold in the
         layer's number, or leave it out.
       specs: as for `psum`; and which leaves are shards, of which dimension: a PartitionSpec that
         names ``axis_name``, or some of its axes. Outside of maps types say it.
-      gather: how shards are gathered, as ``method``: default ``DynamiQ(bits=8)``, with the limits
-        of ``method`` and without the leaves that it excludes. ``BF16()`` and ``F32()`` are native
-        all-gathers of 16 bits and of the leaf's own.
+      gather: how shards are gathered, as ``compression``: default ``DynamiQ(bits=8)``, with the
+        limits of ``compression`` and without the leaves that it excludes. ``BF16()`` and ``F32()``
+        are native all-gathers of 16 bits and of the leaf's own.
       copies: inside of maps: a tree like ``params`` of whole leaves, with the same bits on all
         workers, in any floating-point dtype. Gradients take the dtype of ``params``.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       A tree like ``params``, of whole leaves, varying over the axis; with ``copies`` these.
@@ -109,7 +111,7 @@ def reduce_in_backward(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
-    axis, compression = check_axis(axis_name), as_compression(method)
+    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
     if is_outside(axis, params):
         if specs is not None or copies is not None:

@@ -16,7 +16,6 @@ may pass through a barrier, together with arrays of its own.
 """
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
 from dynamiq_jax.core.compat import evaluate, inner_jaxprs, with_constants
+from dynamiq_jax.core.warned import warn
 
 COLLECTIVES = frozenset(
     "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "
@@ -346,9 +346,8 @@ def _called(equation: JaxprEqn) -> Any:
     if name in CALLS:
         return inner_jaxprs(equation)[0]
     if name not in COLLECTIVES | WHOLE:
-        warnings.warn(
+        warn(
             f"JAX's primitive {name!r} has collectives in it and is not known to this version of "
             "dynamiq_jax: they count as one round, and less runs beside them",
-            stacklevel=2,
         )
     return None

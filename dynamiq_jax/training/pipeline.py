@@ -51,13 +51,14 @@ def sequential(
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     key: Array | None = None,
     specs: Sequence[Any] | None = None,
     gather: Compression | Method | ByPath | None = None,
     copies: Sequence[Any] | None = None,
     pending: Pending | None = None,
     reshard_after_forward: bool = True,
+    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """One worker's loss as functions in a row; gradients are reduced beside the backward pass.
 
@@ -98,7 +99,7 @@ def sequential(
       x: what the first function takes; integers and the like pass.
       axis_name: as for `psum`.
       op: "mean" or "sum".
-      method: as for `psum`; none with memory, which has nowhere to go.
+      compression: as for `psum`; none with memory, which has nowhere to go.
       key: as for `psum`; the number of the function is folded in.
       specs: a tree as for `reduce_in_backward` for every function. Where axes are automatic, all
         collectives of a reduction are one round.
@@ -111,6 +112,7 @@ def sequential(
         it runs, and it takes the current copies. ``params`` are the masters of all functions.
       reshard_after_forward: whether shards are all that the forward pass leaves of parameters.
         `False` saves the second gather, and takes the memory of all payloads.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       What the last function returns. With ``pending`` a pair: this, and the current copies, a tree
@@ -122,7 +124,7 @@ def sequential(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
-    axis, compression = check_axis(axis_name), as_compression(method)
+    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
     total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
     if pending is not None:

@@ -32,7 +32,7 @@ def value_and_grad(
     axis_name: AxisName,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    method: Compression | Method | ByPath | None = None,
+    compression: Compression | Method | ByPath | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
     op: Op = "mean",
@@ -43,6 +43,7 @@ def value_and_grad(
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
     allow_int: bool = False,
+    method: Compression | Method | ByPath | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
@@ -95,7 +96,7 @@ def value_and_grad(
         the batch is sharded.
       argnums: which arguments of ``loss_fn`` are parameters; see `jax.value_and_grad`.
       has_aux: whether ``loss_fn`` returns more than the loss.
-      method: as for `psum`.
+      compression: as for `psum`.
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
@@ -135,6 +136,7 @@ def value_and_grad(
         `jax.value_and_grad`. Their gradients are zeros of dtype float0, and nothing travels for
         them. Integers that are sharded over data axes are gathered before the loss, as other
         parameters are.
+      method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -157,7 +159,7 @@ def value_and_grad(
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
         data axes; or `jax.vmap` on Explicit axes.
     """
-    total = Sum(check_axis(axis_name), as_compression(method), op)
+    total = Sum(check_axis(axis_name), as_compression(compression, method=method), op)
     kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
     kept |= {"allow_int": allow_int}

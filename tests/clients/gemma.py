@@ -17,7 +17,7 @@ PATCH = (
     Change("from absl import logging\n", "from absl import logging\nimport dynamiq_jax as dq\n"),
     Change(
         "grad_fn = jax.value_and_grad(loss_fn, has_aux=True)",
-        "grad_fn = dq.value_and_grad(loss_fn, has_aux=True, axis_name='fsdp', method=METHOD)",
+        "grad_fn = dq.value_and_grad(loss_fn, has_aux=True, axis_name='fsdp', compression=METHOD)",
     ),
 )
 OWN = Client("examples/gemma/train.py", "8 fsdp, Explicit", "jit_jax_train_step", PATCH)

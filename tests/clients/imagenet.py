@@ -11,7 +11,7 @@ from clients.stubs import StandIn, images, stand_in_for_tensorflow
 
 PMEAN = Change(
     "    grads = lax.pmean(grads, axis_name='batch')",
-    "    grads = dq.pmean(grads, axis_name='batch', method=METHOD)",
+    "    grads = dq.pmean(grads, axis_name='batch', compression=METHOD)",
 )
 OWN = Client("examples/imagenet/train.py", "8 batch, pmap", "jit__fun", (IMPORT, PMEAN))
 SCALED = dataclasses.replace(
@@ -21,7 +21,7 @@ SCALED = dataclasses.replace(
         IMPORT,
         Change(
             "{'params': params, 'batch_stats': state.batch_stats},\n        batch['image'],\n",
-            "{'params': dq.reduce_in_backward(params, 'batch', method=METHOD), "
+            "{'params': dq.reduce_in_backward(params, 'batch', compression=METHOD), "
             "'batch_stats': state.batch_stats},\n        batch['image'],\n",
         ),
         Change("loss_fn, has_aux=True, axis_name='batch'\n", "loss_fn, has_aux=True\n"),

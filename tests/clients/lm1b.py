@@ -22,7 +22,7 @@ def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
     old = """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   (_, logits), grads = grad_fn(state.params)
 """
-    new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', method=METHOD,
+    new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', compression=METHOD,
       {options}, weight=lambda params, x, weights, key: weights.sum())
   (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
 """

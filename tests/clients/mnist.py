@@ -6,7 +6,7 @@ from clients.client import IMPORT, Change, Client, Trained
 from clients.stubs import images, stand_in
 
 STEP = "  grad_fn = nnx.value_and_grad(loss_fn, has_aux=True)\n"
-OPTIONS = "has_aux=True, axis_name='data', method=METHOD"
+OPTIONS = "has_aux=True, axis_name='data', compression=METHOD"
 EXPLICIT = Client(
     "examples/mnist/train.py",
     mesh="8 data, Explicit",

@@ -22,7 +22,7 @@ OWN = Client(
 @jax.shard_map(out_specs=P())
 def grad_dp(params, local_batch):
   local = jax.lax.pcast(params, 'batch', to='varying')
-  return dq.pmean(jax.value_and_grad(loss_dp)(local, local_batch), 'batch', method=METHOD)
+  return dq.pmean(jax.value_and_grad(loss_dp)(local, local_batch), 'batch', compression=METHOD)
 """,
         ),
     ),
@@ -30,7 +30,7 @@ def grad_dp(params, local_batch):
     commit="cec06d116c05f0d52adfceee3d3b730fdbcb0ce5",
 )
 END = "  return jax.lax.pmean(local_loss, 'batch')\n\n\n# -\n\n# We can"
-GRAD = "\ngrad_dp = dq.value_and_grad(loss_dp, axis_name='batch', method=METHOD)\n\n# -"
+GRAD = "\ngrad_dp = dq.value_and_grad(loss_dp, axis_name='batch', compression=METHOD)\n\n# -"
 OUTSIDE = dataclasses.replace(OWN, patch=(IMPORT, Change(END, END.replace("\n\n# -", GRAD))))
 VARIANTS = {"pmean in the map": OWN, "gradient outside": OUTSIDE}
 

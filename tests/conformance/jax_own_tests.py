@@ -104,7 +104,7 @@ def pytest_configure(config):
         if name.partition(".")[0] in ("dynamiq_jax", "pallas_kernels") and hasattr(module, "lax"):
             module.lax = native  # what our collectives call themselves
     every_leaf = {
-        "method": dq.Compression(dq.F32(), min_leaf_size=1, min_bucket_size=1),
+        "compression": dq.Compression(dq.F32(), min_leaf_size=1, min_bucket_size=1),
         "topology": dq.Direct(),
     }
     for name in COLLECTIVES:

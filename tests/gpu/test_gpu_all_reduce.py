@@ -59,9 +59,9 @@ def test_replicas_are_equal_and_accurate(topology, dtype):
     @(dq.jit if permutes else jax.jit)
     @jax.shard_map(mesh=mesh, in_specs=P(axes), out_specs=(P(), P(axes), P(axes)))
     def reduce(x):
-        options = {"method": METHOD, "topology": topology}
+        options = {"compression": METHOD, "topology": topology}
         own = dq.psum_scatter(x[0], axes, tiled=True, **options)
-        gathered = dq.all_gather(own, axes, tiled=True, method=METHOD)[None]
+        gathered = dq.all_gather(own, axes, tiled=True, compression=METHOD)[None]
         return dq.psum(x[0], axes, **options), own, gathered
 
     out, own, gathered = reduce(x)
@@ -92,7 +92,7 @@ def test_widths_and_order_in_a_psum_are_those_of_the_reference(monkeypatch, supe
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     def reduce(x):
-        return dq.psum(x[0], "data", method=METHOD)[None]
+        return dq.psum(x[0], "data", compression=METHOD)[None]
 
     assert_replicas_equal(reduce(jax.device_put(x, NamedSharding(mesh, P("data")))))
     jax.effects_barrier()
@@ -127,7 +127,7 @@ def test_every_method_through_nccl(name, route):
     )  # fmt: skip
     def reduce(x, state):
         state = jax.tree.map(lambda s: s[0], state)
-        options = {"op": "sum", "method": row.method, "topology": topology}
+        options = {"op": "sum", "compression": row.method, "topology": topology}
         total, state, _ = dq.reduce(x[0], "data", state=state, **options)
         return jax.tree.map(lambda leaf: leaf[None], (total, state))
 
@@ -181,12 +181,12 @@ def test_pushed_payloads_give_the_bits_of_other_transports(options, size, check_
     x = jax.device_put(x, NamedSharding(mesh, spec))
 
     def run(transport):
-        options = {"method": method, "topology": dq.Direct(transport=transport, streams=1)}
+        options = {"compression": method, "topology": dq.Direct(transport=transport, streams=1)}
 
         def all_three(x):
             total = dq.psum(x[0], "data", key=key, **options)
             own = dq.psum_scatter(x[0], "data", tiled=True, key=key, **options)
-            whole = dq.all_gather(own, "data", tiled=True, key=key, method=method)
+            whole = dq.all_gather(own, "data", tiled=True, key=key, compression=method)
             return total[None], own[None], whole[None]
 
         mapped = jax.shard_map(

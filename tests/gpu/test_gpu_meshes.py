@@ -36,7 +36,7 @@ def test_every_gpu_reduces_its_shard_as_if_there_were_no_others():
     def reduced(mesh, specs, tree):
         def one(tree):
             tree = jax.tree.map(lambda x: lax.squeeze(x, (0,)), tree)
-            return dq.pmean(tree, "data", method=METHOD, key=key, specs=specs)
+            return dq.pmean(tree, "data", compression=METHOD, key=key, specs=specs)
 
         options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
         return jax.jit(jax.shard_map(one, mesh=mesh, **options))(tree)
@@ -74,6 +74,6 @@ def test_gradients_are_those_of_the_global_loss(name):
     if (n := jax.device_count()) < 2:
         pytest.skip(f"needs 2 GPUs, this machine has {n}")
     args = cpu.placed(jax.make_mesh((n,), ("data",)))
-    f = dq.value_and_grad(cpu.LOSSES[name], axis_name="data", method=cpu.F32)
+    f = dq.value_and_grad(cpu.LOSSES[name], axis_name="data", compression=cpu.F32)
     with jax.default_matmul_precision("highest"):
         assert_close(jax.jit(f)(*args), cpu.plain(cpu.LOSSES[name]))

@@ -136,7 +136,7 @@ def test_rounding_at_random_is_unbiased(name):
 @pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "marsit"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
-    options = {"op": "sum", "method": method, "topology": route(name)}
+    options = {"op": "sum", "compression": method, "topology": route(name)}
 
     def one(x, t, state):
         total = lambda x: dq.reduce(x, "data", state=state, **options)[:2]
@@ -164,7 +164,7 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 def test_bits_that_depend_on_workers_and_fields(method, n, bits):
     """Per coordinate, over 2 (n - 1) / n; `test_every_method` has them of programs of 4."""
     topology = dq.Direct() if isinstance(method, MinMax) else None
-    told = dq.explain(VECTOR, n, method=method, topology=topology, verbose=False)
+    told = dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
     assert told.bits_per_coord == pytest.approx(bits, rel=5e-4)
 
 
@@ -205,7 +205,7 @@ def test_bad_fields_are_refused(method):
 )
 def test_sums_that_have_no_room_are_refused(method, topology, n, message):
     with pytest.raises(ValueError, match=message):
-        dq.explain(VECTOR, n, method=method, topology=topology, verbose=False)
+        dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
 
 
 # --- Codecs against formulas in numpy -------------------------------------------------------------
@@ -448,7 +448,7 @@ def first_signs(n, topology, samples):
     method = Marsit(period=None)
 
     def one(x, key, state):
-        options = {"op": "mean", "method": method, "topology": topology}
+        options = {"op": "mean", "compression": method, "topology": topology}
         return dq.reduce(x, "data", key=key, state=state, **options).tree
 
     run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")
@@ -818,7 +818,7 @@ def test_matrices_are_reduced_alone_and_all_else_exactly():
     lost = {k: relative_error(found[k][0], total_of(x[k])) for k in shapes}
     assert {k for k, error in lost.items() if error > 1e-9} == {"full"}
     assert all(lost[k] == 0 for k in ("flat", "small", "thin", "vector"))
-    told = dq.explain(own, n, method=RANK_2, verbose=False)
+    told = dq.explain(own, n, compression=RANK_2, verbose=False)
     assert {row.name[2:-2]: (row.bucket, row.route) for row in told.rows} == {
         "conv": (0, "compressed"),
         "flat": (None, "exact: matrix of 3 x 40 < min_side 4"),
@@ -850,7 +850,7 @@ def test_on_a_mesh_a_matrix_is_what_one_device_holds(manual):
         tree = jax.tree.map(lambda v: lax.squeeze(v, (0,)), tree)
         own = jax.tree.map(lambda v: lax.squeeze(v, (0, 1) if manual else (0,)), state)
         told = None if manual else SPECS
-        total, own, _ = dq.reduce(tree, "data", op="sum", method=RANK_2, specs=told, state=own)
+        total, own, _ = dq.reduce(tree, "data", op="sum", compression=RANK_2, specs=told, state=own)
         return total, jax.tree.map(lambda v: v[None, None] if manual else v[None], own)
 
     specs: dict = {"in_specs": P("data"), "out_specs": (P(), P("data")), "axis_names": {"data"}}
@@ -896,7 +896,7 @@ def test_liec_results_and_what_owners_keep_make_up_all_gradients():
 def liec_models(method, every, steps):
     """Every worker's parameters after each step."""
     mesh, (params, batches) = auto_mesh(4), problem(steps)
-    optimizer = liec.liec(optax.sgd(0.3), "data", method=method)
+    optimizer = liec.liec(optax.sgd(0.3), "data", compression=method)
     opt_state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(opt_state)
 
@@ -951,4 +951,4 @@ def test_liec_refuses_topologies_and_methods():
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         LocalError(THREE_BITS).check(4, dq.Ring())
     with pytest.raises(ValueError, match=r"liec|LocalError.*call dq.optax.init"):
-        liec.liec(optax.sgd(0.1), "data", method=THREE_BITS).init({"w": jnp.ones(500)})
+        liec.liec(optax.sgd(0.1), "data", compression=THREE_BITS).init({"w": jnp.ones(500)})

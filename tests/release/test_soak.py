@@ -85,7 +85,7 @@ def train(sizes, named, topology, limits, seed):
     def one(own, x, y):
         params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
         loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-        options = {"method": method, "topology": topology}
+        options = {"compression": method, "topology": topology}
         grads, memory, _ = dq.reduce(grads, "data", state=memory, **options)
         updates, opt_state = optimizer.update(grads, opt_state)
         params = optax.apply_updates(params, updates)

@@ -62,7 +62,7 @@ class Advice:
         """The lines of a training script."""
         axis = repr(axis_names[0] if len(axis_names) == 1 else axis_names).replace("'", '"')
         method = re.sub(r"\b([A-Z]\w*\()", r"dq.\1", repr(self.setting))
-        lines = [f"grads = dq.pmean(grads, {axis}, method={method})"]
+        lines = [f"grads = dq.pmean(grads, {axis}, compression={method})"]
         if self.row.transport == "permutes":
             lines.append("step = dq.jit(step)")
         return "\n".join(lines)

@@ -284,7 +284,7 @@ def parse_method(text: str, topology: Any) -> Contender:
     reduce = partial(_folded, reduce) if matrices else reduce
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
-        reduce=partial(reduce, method=request),
+        reduce=partial(reduce, compression=request),
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
         topology=topology,
@@ -292,11 +292,11 @@ def parse_method(text: str, topology: Any) -> Contender:
     )
 
 
-def _first_step(x: Any, axis_name: Any, key: Any = None, *, method: dq.Compression) -> Any:
+def _first_step(x: Any, axis_name: Any, key: Any = None, *, compression: dq.Compression) -> Any:
     """A sum by a method with memory, which is empty; what it remembers is thrown away."""
     names = (axis_name,) if isinstance(axis_name, str) else axis_name
-    state = method.init_state(x, tuple(lax.axis_size(name) for name in names))
-    return dq.reduce(x, axis_name, op="sum", key=key, state=state, method=method).tree
+    state = compression.init_state(x, tuple(lax.axis_size(name) for name in names))
+    return dq.reduce(x, axis_name, op="sum", key=key, state=state, compression=compression).tree
 
 
 def parse_timed(text: str, topology: Any) -> Contender:

@@ -127,7 +127,7 @@ def bench_settings(
         return jax.tree.map(lambda x: psum.reduce(x, axis_name), tree)
 
     contenders = [psum._replace(reduce=native)]
-    contenders += [Contender("", partial(dq.psum, method=setting)) for setting in chosen]
+    contenders += [Contender("", partial(dq.psum, compression=setting)) for setting in chosen]
     data = _gradients(mesh, leaves)
     size_bytes = sum(x.size * x.dtype.itemsize for x in leaves)
     counts = all_reduce.repetitions(size_bytes, mesh.devices.flat[0].platform)
