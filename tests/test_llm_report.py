@@ -89,3 +89,15 @@ def test_a_replica_that_differs_is_counted(wrong):
     expected = mesh.size - 1 if 0 in wrong else len(wrong)
     params = {"leaf": leaf, "shards": shards}
     assert train_llm.compare_replicas(params) == (mesh.size - 1, expected)
+
+
+def test_the_picture_of_a_comparison_has_the_noise(monkeypatch, tmp_path):
+    """A band around f32; one run alone has nothing to compare."""
+    drawn = []
+    monkeypatch.setattr(train_llm.Figure, "savefig", lambda self, file, **_: drawn.append(self))
+    both = [result("dynamiq", 2.0, 5e5), result("f32", 2.1, 4e6)]
+    for runs, noise in ((both, 1.0), (both, None), (both[:1], 1.0)):
+        train_llm.plot(runs, "tiny", tmp_path / "a.png", noise)
+    bands = [figure.axes[1].patches for figure in drawn]
+    assert [len(found) for found in bands] == [1, 0, 0]
+    assert [bands[0][0].get_y(), bands[0][0].get_height()] == [-1, 2]

@@ -356,6 +356,17 @@ def clock_table() -> str:
     return markdown(lines)
 
 
+CURVES = STEPS_OF | {
+    "dynamiq:5": SHOWN["dp:5"],
+    "dynamiq-dither:3.5": "data parallel, 3.5 bits with dither",
+    "mxfp8": "MXFP8",
+    "mxfp4": "MXFP4",
+    "dynamiq:5/dynamiq-dither:2.5": SHOWN["zero-pipeline:5/2.5"],
+    "dynamiq:5/dynamiq:8/whole": SHOWN["fsdp-keep:5/8"],
+}
+"""Names of curves, by those of `ways.py` and of methods."""
+
+
 def clock() -> Figure:
     """Losses by seconds of all runs of `CLOCK`, each a mean over the run's window of steps."""
     runs = load(CLOCK)["runs"]
@@ -367,12 +378,71 @@ def clock() -> Figure:
         window = run["options"]["window"]
         for row in run["rows"]:
             means = np.convolve(row["losses"], np.full(window, 1 / window), "valid")
-            axes.plot(row["seconds"][window - 1 :], means, label=row["method"], linewidth=1)
+            label = CURVES[row["method"]]
+            axes.plot(row["seconds"][window - 1 :], means, label=label, linewidth=1)
         axes.axhline(run["options"]["target"], color="black", linewidth=0.8, linestyle="--")
         axes.set(xlabel="seconds", ylabel="training loss")
         axes.set_title(run["options"]["title"].replace(" worker, ", " worker,\n"), fontsize=7)
         axes.legend(frameon=False, fontsize=7)
         axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+# --- Long training --------------------------------------------------------------------------------
+
+
+def long_training() -> Figure:
+    """Losses against bf16's by tokens, and sizes of the sums of errors by steps, of 150 M tokens.
+
+    The band is the noise: the largest difference so far between two orders of summation in bf16.
+    """
+    runs = {
+        file.stem: json.loads(file.read_text())
+        for file in sorted((RESULTS / "long").glob("*.json"))
+    }
+    bf16, reverse = runs.pop("bf16"), runs.pop("bf16-reversed")
+    figure = Figure(figsize=(6.4, 8), layout="constrained")
+    training, validation, errors = figure.subplots(3, 1)
+
+    def losses(run: Row) -> tuple[np.ndarray, np.ndarray]:
+        """The training loss of each part, a mean over its steps, and the validation loss."""
+        steps = np.array(run["losses"]).reshape(len(run["parts"]), -1)
+        return steps.mean(1), np.array([part["validation"] for part in run["parts"]])
+
+    def against(run: Row) -> list[np.ndarray]:
+        """Both losses' differences to bf16's, in %."""
+        return [100 * (x / y[: len(x)] - 1) for x, y in zip(losses(run), losses(bf16), strict=True)]
+
+    def add_errors(run: Row, colour: str) -> None:
+        """Draws the size of the sum of errors so far over that of independent errors."""
+        summed = [(part["step"], part["errors"]) for part in run["parts"] if part.get("errors")]
+        sizes = [math.sqrt(own["sum"] / own["squares"]) for _, own in summed]
+        errors.plot([step for step, _ in summed], sizes, color=colour, linewidth=1)
+
+    settings = bf16["settings"]
+    each = settings["tokens"] / settings["steps"] * settings["every"] / 1e6  # M tokens of a part
+    for axes, difference in zip((training, validation), against(reverse), strict=True):
+        band = np.maximum.accumulate(np.abs(difference))
+        tokens = each * np.arange(1, 1 + len(band))
+        axes.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
+        axes.set(ylim=(-0.5, 0.5), xlabel="tokens, millions")
+    for name, run in runs.items():
+        label = CURVES[run["settings"]["method"]]
+        label += ", then 4 workers" if name.endswith("4-workers") else ""
+        colour = f"C{1 + [*runs].index(name)}"
+        for axes, difference in zip((training, validation), against(run), strict=True):
+            tokens = each * np.arange(1, 1 + len(difference))
+            axes.plot(tokens, difference, color=colour, label=label, linewidth=1)
+        add_errors(run, colour)
+    add_errors(bf16, "black")
+    training.set_ylabel("training loss,\n% from bf16's")
+    validation.set_ylabel("validation loss,\n% from bf16's")
+    errors.axhline(1, color="black", linewidth=0.8, linestyle="--")
+    errors.set(xlabel="steps (black: bf16)", ylabel="sum of errors / its deviation", xscale="log")
+    for axes in (training, validation, errors):
+        axes.spines[["top", "right"]].set_visible(False)
+    drawn = training.get_legend_handles_labels()
+    figure.legend(*drawn, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -429,3 +499,4 @@ if __name__ == "__main__":
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
     clock().savefig(DOCS / "time-to-accuracy.png", dpi=160)
+    long_training().savefig(DOCS / "long-training.png", dpi=140)
