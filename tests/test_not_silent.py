@@ -218,5 +218,8 @@ def test_the_former_name_of_compression_warns_and_serves():
     with pytest.warns(DeprecationWarning, match="method= is deprecated.*compression= now") as found:
         traced(method=CHEAP)
     assert [one.filename for one in found] == [__file__]
+    namespace = {"__name__": None, "traced": partial(traced, method=CHEAP)}
+    with pytest.warns(DeprecationWarning, match="method= is deprecated"):
+        exec("traced()", namespace)
     with pytest.raises(TypeError, match="pass compression, since method is its former name"):
         traced(method=CHEAP, compression=CHEAP)

@@ -231,6 +231,11 @@ def test_a_state_of_an_earlier_version_is_restored_or_goes_on_as_it_is(tmp_path,
         assert (float(restored.norm), int(restored.skipped_in_a_row)) == (0, 0)
         kept = dataclasses.replace(restored, norm=None, skipped_in_a_row=None)
         assert_same_bits(kept, lacks)
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+    )
+    with pytest.warns(UserWarning, match="norm was not saved"):
+        assert_same_bits(dq.optax.restore_state(lacks, shapes), restored)
     _, goes_on = step(params, restored, batches[1])
     grads_of, optimizer = optax_steps.of_batch(loss_fn), make("adamw", CHEAP, CHEAP)
     _, as_it_is = optax_steps.stepper(optimizer, lacks, grads_of, auto_mesh())(
@@ -259,7 +264,9 @@ def test_steps_that_are_skipped_in_a_row_are_warned_of(recwarn, compressed):
     assert recwarn[0].category is UserWarning
     one = dataclasses.replace(state, skipped_in_a_row=np.int32(5))
     pmapped = jax.tree.map(lambda x: np.stack([x] * N), jax.device_get(one))
-    for states in ((state, one), pmapped):
+    members = jnp.array([0, 5, 1]), jnp.array([1, np.nan, np.nan])  # of an ensemble under vmap
+    vmapped = dataclasses.replace(state, skipped_in_a_row=members[0], norm=members[1])
+    for states in ((state, one), pmapped, vmapped):
         with pytest.warns(UserWarning, match="the last 5 steps"):
             assert dq.optax.warn_of_skipped(states, in_a_row=5) == 5
     with_none = dataclasses.replace(one, norm=None, skipped_in_a_row=None)

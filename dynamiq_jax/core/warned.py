@@ -3,8 +3,8 @@
 import sys
 import warnings
 
-INSIDE = frozenset({"dynamiq_jax", "jax", "jaxtyping", "beartype"})
-"""Packages whose lines a warning does not name: the last two check types around functions."""
+INSIDE = frozenset("dynamiq_jax jax optax flax jaxtyping beartype contextlib functools".split())
+"""Packages that call this library for the user: a warning does not name their lines."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
@@ -16,4 +16,5 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def _package(frame) -> str:
-    return frame.f_globals.get("__name__", "").partition(".")[0]
+    name = frame.f_globals.get("__name__")
+    return name.partition(".")[0] if isinstance(name, str) else ""

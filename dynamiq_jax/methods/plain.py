@@ -130,6 +130,8 @@ def _unit_of(method: "PlainMethod") -> int:
     try:
         unit = method.unit
     except AttributeError as error:
+        if hasattr(type(method), "unit"):  # a property, with an error of its own
+            raise
         raise ValueError(
             f"{name} has no unit; give the class the number of coordinates of which its chunks "
             f"are multiples, a multiple of 4, {such}"

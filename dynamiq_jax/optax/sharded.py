@@ -9,9 +9,10 @@ memory of its own.
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -626,7 +627,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     return _gather(around, tuple(leaves), treedef)(params, state)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=8)  # it keeps functions among ``differences`` alive
 def _gather(mesh: Mesh, leaves: tuple[P, ...], treedef: Any) -> Callable[[Any, Any], Any]:
     """`_current` in a map, compiled once for all calls with arrays that look alike."""
     placed, specs = treedef.unflatten(leaves)
@@ -705,21 +706,29 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
             "opt_state does not count skipped steps in a row: an earlier version has made it; "
             "pass it through dq.optax.restore_state"
         )
-    found, norm = max((int(_value(count)), float(_value(norm))) for count, norm in counts)
+    found, norm = max(itertools.chain(*itertools.starmap(_pairs, counts)))
     if found >= in_a_row:
-        warnings.warn(
+        warn(
             f"the last {found} steps were skipped, since their gradients were not finite (the "
             f"norm of the last one is {norm}), and parameters stay as they are. Lower the learning "
             "rate, pass max_norm= to dq.optax.sharded, and look at the loss: it may be infinite or "
             "NaN for all parameters",
-            stacklevel=2,
         )
     return found
 
 
-def _value(x: Any) -> Any:
-    """A number that all workers have, which `jax.pmap` and `jax.vmap` repeat."""
-    return np.ravel(x.addressable_data(0) if isinstance(x, Array) else x)[0]
+def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
+    """The counts and norms that this process has: of `jax.vmap` one for each of its members."""
+
+    def numbers(x: Any) -> list[Any]:
+        if isinstance(x, Array):
+            shards = x.addressable_shards
+            parts = [shard.data for shard in (shards[:1] if x.is_fully_replicated else shards)]
+        else:
+            parts = [x]
+        return [number for part in parts for number in np.ravel(part).tolist()]
+
+    return zip(numbers(count), numbers(norm), strict=True)
 
 
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:

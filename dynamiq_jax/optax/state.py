@@ -151,13 +151,18 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
             values = [jax.device_put(x, like.sharding) for x, like in pairs]
         elif then[0] is None and names[0] in later:
-            values = now
+            values = [_zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in now]
             notes.append(f"{names[0]} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
             name, has = names[0], "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
                 f"opt_state: leaf {name} {has} in what was saved, and this optimizer has "
                 f"{now[0].shape}; pass the optimizer and the parameters that it was saved with"
+            )
+        elif any(isinstance(x, jax.ShapeDtypeStruct) for x in now):
+            raise ValueError(
+                f"opt_state: {names[0]} starts anew, and this state has its shape alone; pass the "
+                "state that dq.optax.init makes of arrays"
             )
         else:
             values, workers = now, f"{now[0].shape[0]} workers"
@@ -189,6 +194,10 @@ def _check_places(saved: list[str], parts: list[tuple[tuple, Any]]) -> None:
             f"this optimizer's state of {len(places)}: {listed}; pass the optimizer and the "
             "parameters that it was saved with, or take these leaves out of what was saved"
         )
+
+
+def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
+    return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
 
 
 def _later(fresh: Any) -> set[str]:

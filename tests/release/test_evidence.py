@@ -3,6 +3,9 @@
 import json
 import re
 
+import classifier
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pages
 import pytest
@@ -97,3 +100,23 @@ def test_wrong_options_are_refused(arguments, complaint):
 def test_the_pages_have_the_tables_of_today():
     for path, text in pages.texts().items():
         assert path.read_text() == text, f"{path}: run make figures"
+
+
+def test_a_classifier_learns_and_rows_are_paired():
+    """Images whose bright row is their digit; held-out ones are seen by no step."""
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 8, 400).astype(np.int32)
+    images = np.float32(rng.random((400, 8, 8)) / 10 + (np.arange(8) == labels[:, None])[..., None])
+    halves = images[80:], labels[80:], images[:80], labels[:80]
+    data = classifier.Digits(*map(jnp.asarray, halves))
+    recipe = classifier.Recipe(100, 4, 4e-3, 0)
+    exact, psum = classifier.make_ways(["bf16-psum"], ["direct"], recipe)
+    with jax.numpy_rank_promotion("allow"):
+        first = classifier.row(data, exact, recipe, 2, None)
+        again = classifier.row(data, exact, recipe, 2, first)
+        narrow = classifier.row(data, psum, recipe, 2, first)
+    assert again["losses"] == first["losses"] and first["losses"][0] != first["losses"][1]
+    assert again["summary"]["difference"] == {"mean": 0, "error": 0}
+    assert min(first["accuracy"]) > 90 and narrow["losses"] != first["losses"]
+    paired = np.subtract(narrow["accuracy"], first["accuracy"])
+    assert narrow["summary"]["difference"]["mean"] == pytest.approx(paired.mean())
