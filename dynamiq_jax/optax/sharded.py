@@ -582,6 +582,9 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     pipeline. Training goes on from ``params`` or from the result; with ``params`` it has the same
     bits as without this call.
 
+    Outside of maps it compiles once for arrays that look alike, and a function among
+    ``differences`` is not asked again.
+
     If ``params`` is a list or tuple, its entries are the functions' parameters, as `dq.sequential`
     takes them, and the result has the bits that it would have there. Any other tree travels as one.
 
