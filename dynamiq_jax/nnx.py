@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.explicit_sums import is_explicit
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.passing import passed_arguments
@@ -97,7 +97,7 @@ def value_and_grad(
         `dynamiq_jax.value_and_grad`.
     """
     axis = check_axis(axis_name)
-    total = Sum(axis, as_compression(compression, method=method), op)
+    total = Reduction(axis, as_compression(compression, method=method), op)
     several = isinstance(argnums, Sequence)
     told = [
         own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)

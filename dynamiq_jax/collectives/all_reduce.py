@@ -7,8 +7,8 @@ from typing import Any
 from jax import Array
 
 from dynamiq_jax.collectives.explicit_sums import is_outside, reduce_outside
-from dynamiq_jax.collectives.sum import Sum
-from dynamiq_jax.collectives.terms import Terms, reduce_terms
+from dynamiq_jax.collectives.reduction import Reduction
+from dynamiq_jax.collectives.worker_gradients import WorkerGradients, reduce_terms
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
@@ -86,8 +86,10 @@ def psum(
       NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Sum(axis, as_compression(compression, topology, method=method), "sum", specs=specs)
-    return way_of(total, x)(x, key).tree
+    total = Reduction(
+        axis, as_compression(compression, topology, method=method), "sum", specs=specs
+    )
+    return reducer_for(total, x)(x, key).tree
 
 
 def pmean(
@@ -129,8 +131,10 @@ def pmean(
       NotImplementedError: as for `psum`.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Sum(axis, as_compression(compression, topology, method=method), "mean", specs=specs)
-    return way_of(total, x)(x, key, weight=weight).tree
+    total = Reduction(
+        axis, as_compression(compression, topology, method=method), "mean", specs=specs
+    )
+    return reducer_for(total, x)(x, key, weight=weight).tree
 
 
 def reduce(
@@ -175,15 +179,15 @@ def reduce(
       ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is not a
         scalar, or is for a sum or for integers, or as for `psum`.
     """
-    total = Sum(
+    total = Reduction(
         check_axis(axis_name), as_compression(compression, topology, method=method), op, specs=specs
     )
-    return way_of(total, tree)(tree, key, state, metrics=metrics, weight=weight)
+    return reducer_for(total, tree)(tree, key, state, metrics=metrics, weight=weight)
 
 
-def way_of(total: Sum, tree: Any) -> Callable[..., Reduced]:
+def reducer_for(total: Reduction, tree: Any) -> Callable[..., Reduced]:
     """The function that reduces ``tree``: inside of maps, or outside by where terms are."""
-    if isinstance(tree, Terms):
+    if isinstance(tree, WorkerGradients):
         return functools.partial(reduce_terms, total)
     outside = is_outside(total.axis, tree)
     return functools.partial(reduce_outside, total) if outside else total.reduce

@@ -101,7 +101,7 @@ def all_to_all(
     request = replace(as_compression(compression, method=method, default=EIGHT_BITS), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
-    sizes, leaves, fixed = halves.begin("all_to_all", axis, x, request, key, told)
+    sizes, leaves, fixed = halves.check_and_describe("all_to_all", axis, x, request, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
     cut = halves.Cut(split_axis, tiled, n)

@@ -14,19 +14,19 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import zero_tangent
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.tree.placement import (
+    axes_above_one,
     bucket_axes,
     flat_specs,
     names_of,
-    only,
     placed_leaves,
-    several,
+    restrict_spec,
 )
 
 
@@ -51,7 +51,7 @@ def is_outside(axis: Axis, tree: Any) -> bool:
 
 
 def reduce_outside(
-    total: Sum,
+    total: Reduction,
     tree: Any,
     key: Array | None = None,
     state: State | None = None,
@@ -83,7 +83,7 @@ def unreduced_axes(x: Any) -> frozenset[str]:
 
 
 def reduce_unreduced(
-    total: Sum,
+    total: Reduction,
     tree: Any,
     key: Array | None = None,
     state: State | None = None,
@@ -106,14 +106,14 @@ def reduce_unreduced(
         return treedef.unflatten([x if i in moves else None for i, x in enumerate(found)])
 
     own = dataclasses.replace(total, op="sum", specs=moving(terms))
-    own = own.placed([targets[i] for i in moves], over=several(axis.names, mesh.shape))
+    own = own.placed([targets[i] for i in moves], over=axes_above_one(axis.names, mesh.shape))
     arguments, of_states = [moving(leaves), key], None
     pairs = zip(terms, leaves, strict=True)
     in_specs = [moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]), P()]
     scatters = any(own.splits)
     if scatters:
         own.check_scatter(state, metrics)
-        run: Any = own.scatter  # which `Sum.reduce` would call, too
+        run: Any = own.scatter  # which `Reduction.reduce` would call, too
         out_specs: Any = moving([scattered_spec(spec, axis) for spec in targets])
     else:
         run = functools.partial(own.reduce, metrics=metrics)
@@ -156,11 +156,11 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
     )
 
 
-def large_leaves(total: Sum, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
+def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
     """The leaves that the request compresses, of leaves that are whole over the workers."""
     axes = total.axis.names
     others = [name for name in mesh.axis_names if name not in axes]
-    specs = jax.tree.structure(tree).unflatten(only(spec, others) for spec in placed)
+    specs = jax.tree.structure(tree).unflatten(restrict_spec(spec, others) for spec in placed)
     leaves, _ = placed_leaves(tree, mesh, specs)
     grouping = total.compression.group(leaves, tuple(mesh.shape[name] for name in axes))
     return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
@@ -178,7 +178,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
     """Refuses leaves that are unreduced over other axes than ``axis``."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
-        if found and several(found ^ {*axis.names}, mesh.shape):
+        if found and axes_above_one(found ^ {*axis.names}, mesh.shape):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "
                 f"and axis_name={axis.name!r}; pass axis_name="
@@ -193,7 +193,7 @@ def scattered_spec(spec: P, axis: Axis) -> P:
 
 
 def _with_parts(
-    run: Callable[..., Reduced], state: State, total: Sum, tree: Any, mesh: AbstractMesh
+    run: Callable[..., Reduced], state: State, total: Reduction, tree: Any, mesh: AbstractMesh
 ) -> tuple[Callable[..., Reduced], State, Any]:
     """``run`` with each device's part of the states; the states on the mesh, and their specs."""
     axis, sizes = total.axis, tuple(mesh.shape[name] for name in total.axis.names)

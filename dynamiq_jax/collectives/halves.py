@@ -105,7 +105,7 @@ def scattering(
 ) -> tuple[Callable[[], list[Array]], Any]:
     """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
     told = {"scatter_dimension": dimension, "tiled": tiled}
-    sizes, leaves, fixed = begin("psum_scatter", axis, tree, compression, key, told)
+    sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
     bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))
@@ -134,7 +134,7 @@ def _scatter_leaves(
     divisor = cut.n_workers if op == "mean" else 1
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
-        values[leaf.index] = from_flat(over(total, divisor, total.dtype), cut.of(leaf))
+        values[leaf.index] = from_flat(divide(total, divisor, total.dtype), cut.of(leaf))
     for bucket in grouping.buckets:
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
@@ -146,14 +146,14 @@ def _scatter_leaves(
         else:
             total = run(*lax.stop_gradient((x, seed)), **way)
             total = with_tangent(axis.psum_scatter, x, total)
-        total = over(total, divisor, total.dtype)
+        total = divide(total, divisor, total.dtype)
         sums = pieces(total, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, sums, strict=True):
             values[leaf.index] = from_flat(own, cut.of(leaf))
     return values
 
 
-def over(total: Array, divisor: int, dtype: Any) -> Array:
+def divide(total: Array, divisor: int, dtype: Any) -> Array:
     """The sum over the divisor, as ``dtype``; numbers of less than 32 bits are divided in f32."""
     if divisor > 1:
         narrow = jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4
@@ -292,7 +292,7 @@ def gather_over(
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     told = {"axis": dimension, "tiled": tiled, "to": to}
-    sizes, leaves, fixed = begin("all_gather", axis, tree, compression, key, told)
+    sizes, leaves, fixed = check_and_describe("all_gather", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     if to != "varying" and axis.groups is not None:
         raise NotImplementedError(
@@ -345,7 +345,7 @@ def _gather_bucket(x: Array, seed: Seed, *, axis: Axis, method: Method, to: Vary
     return lax.pcast(whole, axis.names, to="reduced") if reduced else whole
 
 
-def begin(
+def check_and_describe(
     collective: str,
     axis: Axis,
     tree: Any,

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.collectives.sum import Split, Sum
+from dynamiq_jax.collectives.reduction import Reduction, Split
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.warned import warn
 
@@ -44,7 +44,7 @@ class Pending:
 
     ready: Array
     words: Array
-    total: Sum
+    total: Reduction
 
     def check_taken(self) -> None:
         """Warns, while an update is traced, if nothing has ever taken differences over this axis.

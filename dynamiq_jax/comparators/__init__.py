@@ -27,12 +27,14 @@ from dynamiq_jax.comparators.perm_k import PermK as PermK
 from dynamiq_jax.comparators.powersgd import PowerSGD as PowerSGD
 from dynamiq_jax.comparators.sidco import SIDCo as SIDCo
 from dynamiq_jax.comparators.thc import THC as THC
-from dynamiq_jax.methods.base import Around, Method
+from dynamiq_jax.methods.base import Method, WrappedMethod
 
 METHODS: Mapping[str, type[Method]] = {
     name: found
     for name, found in dict(globals()).items()
-    if isinstance(found, type) and issubclass(found, Method) and not issubclass(found, Around)
+    if isinstance(found, type)
+    and issubclass(found, Method)
+    and not issubclass(found, WrappedMethod)
     if found is not Method
 }
 """Every comparator by name: those that the lines above import. A new one is one line there; the

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.methods.base import Around, Call, Outcome, clipped
+from dynamiq_jax.methods.base import Call, Outcome, WrappedMethod, clipped
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Direct, Topology
@@ -28,7 +28,7 @@ ROUTE = Direct(streams=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LocalError(Around):
+class LocalError(WrappedMethod):
     """A method whose result on every worker has what that worker's own encoding lost.
 
     Not for `dynamiq_jax.psum`: results differ between workers. The state is f32[d / n], what the

@@ -29,7 +29,7 @@ from jaxtyping import Float, UInt
 from dynamiq_jax.core.seeds import fold_seed, seed_of
 from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.fields import check_fields
-from dynamiq_jax.methods.base import Around, Call, Collective, Outcome, clipped, ring_bits
+from dynamiq_jax.methods.base import Call, Collective, Outcome, WrappedMethod, clipped, ring_bits
 from dynamiq_jax.methods.hops import HopMethod, Layout, Message, Shared
 from dynamiq_jax.methods.metrics import PayloadFacts, compounded, finite_norm
 from dynamiq_jax.topologies import Direct, Topology
@@ -59,7 +59,7 @@ def weights(
 
 
 @dataclass(frozen=True, slots=True)
-class PacketLoss(HopMethod, Around):
+class PacketLoss(HopMethod, WrappedMethod):
     """A method over `Direct` whose packets of gradients are lost at random, unbiased.
 
         lossy = dq.comparators.PacketLoss(dq.DynamiQ(), rate=0.1)

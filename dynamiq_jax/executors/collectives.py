@@ -21,7 +21,7 @@ from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
 
 
-class _Held(NamedTuple):
+class _Received(NamedTuple):
     """Payloads of one stream that reached a worker in one step, and whose chunks they are of."""
 
     owners: Int[np.ndarray, "n c"]
@@ -101,7 +101,7 @@ def _reduce(
     n_workers = axis.size
     check_schedule(topology, n_workers)
     run = _Run(codec, axis, n_workers, streams, topology.transport == "push")
-    held: list[list[_Held]] = [[] for _ in range(streams)]
+    held: list[list[_Received]] = [[] for _ in range(streams)]
     lost = codec.lost
     schedule = topology.schedule(n_workers)
     if topology.transport == "permutes":
@@ -132,8 +132,8 @@ class _Run(NamedTuple):
     """Whether payloads travel by push kernels."""
 
     def loop(
-        self, rounds: Rounds, held: list[list[_Held]], lost: Array | None
-    ) -> tuple[list[list[_Held]], Array | None]:
+        self, rounds: Rounds, held: list[list[_Received]], lost: Array | None
+    ) -> tuple[list[list[_Received]], Array | None]:
         """All rounds but the first, as a loop: what arrives in one is all that the next adds."""
         # What a worker got in round t - 1 has to be what it encodes in round t, in one order.
         first, second = rounds.step(0), rounds.step(1)
@@ -159,7 +159,7 @@ class _Run(NamedTuple):
         arrived = [self.held(last, payloads) for payloads in moved]
         return [[*mine[:-1], new] for mine, new in zip(held, arrived, strict=True)], lost
 
-    def inputs(self, held: list[_Held], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
+    def inputs(self, held: list[_Received], wanted: Int[np.ndarray, "n c"]) -> tuple[Arrived, ...]:
         """The arrived payloads of the chunks of the owners ``wanted[me]``."""
         found = []
         for owners, arrived in held:
@@ -193,13 +193,13 @@ class _Run(NamedTuple):
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
         return jax.tree.map(lambda x: x[None], self.axis.ppermute(payloads, pairs))
 
-    def held(self, step: Step, moved: Payload) -> _Held:
+    def held(self, step: Step, moved: Payload) -> _Received:
         """The payloads from `send`, with their encoders."""
         if step.to is not None:
-            return _Held(self._owners(step), Arrived(moved, self._sender(step)))
+            return _Received(self._owners(step), Arrived(moved, self._sender(step)))
         everyone = jnp.arange(self.n_workers, dtype=jnp.int32)
         encoder = Encoder(step.stage, step.slot(everyone), everyone)
-        return _Held(self._owners(step), Arrived(moved, encoder, skip=self.axis.index))
+        return _Received(self._owners(step), Arrived(moved, encoder, skip=self.axis.index))
 
     def _sender(self, step: Step) -> Encoder:
         """Whose encoding this worker gets in a step of a permutation."""

@@ -275,7 +275,7 @@ else:
         return deprecated(name, __name__)
 
 
-class Around(Method):
+class WrappedMethod(Method):
     """The base of methods around another one, which has the same buckets and wire as alone."""
 
     __slots__ = ()

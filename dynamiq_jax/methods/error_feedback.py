@@ -31,13 +31,13 @@ from jaxtyping import Bool, Float
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
-    Around,
     Call,
     Collective,
     Method,
     Outcome,
     State,
     TellsLosses,
+    WrappedMethod,
     clipped,
     with_memory,
 )
@@ -67,7 +67,7 @@ class ErrorFeedbackState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ErrorFeedback(Around):
+class ErrorFeedback(WrappedMethod):
     """A method with a memory of what its compression lost.
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")

@@ -10,8 +10,8 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import way_of
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.all_reduce import reducer_for
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.minmax import MinMax
 from dynamiq_jax.core.axis import AxisName
@@ -76,7 +76,7 @@ def liec(
 
     def update(updates, state, params=None, **extra) -> Any:
         folded = None if key is None else jax.random.fold_in(key, state.step)
-        run = way_of(Sum(axis, exchange, "mean"), updates)
+        run = reducer_for(Reduction(axis, exchange, "mean"), updates)
         found = run(updates, folded, state.memory.own() or None)
         final, after = inner.update(found.tree, state.inner.own(), params, **extra)
         memory = state.memory if found.state is None else state.memory.after(found.state)

@@ -8,8 +8,8 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import way_of
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.all_reduce import reducer_for
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
@@ -77,7 +77,7 @@ def all_reduce(
         memory = state.memory
         folded = None if key is None else jax.random.fold_in(key, state.step)
         before = None if memory is None else memory.own()
-        run = way_of(Sum(axis, compression, op), updates)
+        run = reducer_for(Reduction(axis, compression, op), updates)
         found = run(updates, folded, before, metrics=metrics)
         memory = None if memory is None else memory.after(found.state)
         return found.tree, AllReduceState(state.step + 1, memory, found.metrics)

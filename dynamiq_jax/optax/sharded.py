@@ -32,7 +32,7 @@ from dynamiq_jax.collectives.explicit_sums import (
     unreduced_axes,
 )
 from dynamiq_jax.collectives.pending import Pending, own_slice
-from dynamiq_jax.collectives.sum import Sum, gathers_of, split_of, whole_shape
+from dynamiq_jax.collectives.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
@@ -197,7 +197,7 @@ def sharded(
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request = as_compression(compression, method=method)
     gathers = gathers_of(differences, request)  # with its limits, unless differences have their own
-    total = Sum(axis, request, "mean", gathers=gathers, to="invarying")
+    total = Reduction(axis, request, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
@@ -383,7 +383,7 @@ class _Update(NamedTuple):
     """One update inside a map, by the arguments of `sharded`."""
 
     inner: optax.GradientTransformationExtraArgs
-    total: Sum
+    total: Reduction
     max_norm: float | None
     key: Array | None
     check_every: int
@@ -474,7 +474,7 @@ class _Update(NamedTuple):
         told = masters, inner, state.gaps.after(after), state.splits, pending, norm, in_a_row
         return added, ShardedState(state.step + 1, skipped, *told)
 
-    def _check_copies(self, params: Any, masters: list[Array], total: Sum) -> None:
+    def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
         for x, own, split in zip(describe_leaves(params), masters, total.splits, strict=True):
             if x.shape != (whole := whole_shape(own.shape, split, sizes)):
@@ -506,7 +506,7 @@ class _Update(NamedTuple):
         )
 
     def _means(
-        self, terms: list[Array], params: Any, total: Sum, key: Array, moved: list[bool]
+        self, terms: list[Array], params: Any, total: Reduction, key: Array, moved: list[bool]
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
         axis, splits = total.axis, total.splits
@@ -529,7 +529,7 @@ class _Update(NamedTuple):
         ]
 
     def _differences(
-        self, masters: Any, copies: list[Array], total: Sum, key: Array
+        self, masters: Any, copies: list[Array], total: Reduction, key: Array
     ) -> list[Array]:
         """How far this worker's masters are from the copy: decoded, or exactly where all know."""
         pairs = zip(jax.tree.leaves(masters), copies, strict=True)

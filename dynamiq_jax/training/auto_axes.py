@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.buckets import share_of, weigh
-from dynamiq_jax.collectives.sum import Sum, split_of, warn_of_gather
-from dynamiq_jax.collectives.terms import Terms
+from dynamiq_jax.collectives.reduction import Reduction, split_of, warn_of_gather
+from dynamiq_jax.collectives.worker_gradients import WorkerGradients
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
@@ -27,18 +27,18 @@ from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
+    axes_above_one,
     axes_of,
     constrained,
     flat_specs,
     misfit_of,
     names_of,
-    only,
     part,
-    several,
+    restrict_spec,
 )
 
 
-class Told(NamedTuple):
+class StaticArguments(NamedTuple):
     """The arguments of the loss that are not differentiated, but for the values of arrays."""
 
     structure: Any
@@ -47,7 +47,7 @@ class Told(NamedTuple):
     True, and 0.0 equals -0.0, for which programs differ."""
 
     @classmethod
-    def of(cls, data: Any) -> tuple["Told", list[Any]]:
+    def of(cls, data: Any) -> tuple["StaticArguments", list[Any]]:
         """Splits ``data`` into what is known while programs are compiled, and its arrays."""
         leaves, structure = jax.tree.flatten(data)
         constants = []
@@ -71,18 +71,18 @@ class Told(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Mapped:
+class AutoGrad:
     """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
 
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
-    Without ``reduces`` the gradients of all workers come back stacked, as `Terms`. A loss that is
-    ``suspicious`` may close over arrays of the traced program around it.
+    Without ``reduces`` the gradients of all workers come back stacked, as `WorkerGradients`. A loss
+    that is ``suspicious`` may close over arrays of the traced program around it.
     """
 
     loss: Callable[[Any, Any], Any]
     mesh: Mesh | AbstractMesh
-    total: Sum
+    total: Reduction
     has_aux: bool
     metrics: bool
     reduces: bool
@@ -100,13 +100,13 @@ class Mapped:
     @property
     def counting(self) -> tuple[str, ...]:
         """The data axes of several devices."""
-        return several(self.axis.names, self.mesh.shape)
+        return axes_above_one(self.axis.names, self.mesh.shape)
 
     @property
     def others(self) -> tuple[str, ...]:
         """The other axes of several devices."""
         names = [name for name in self.mesh.axis_names if name not in self.axis.names]
-        return several(names, self.mesh.shape)
+        return axes_above_one(names, self.mesh.shape)
 
     @property
     def manual(self) -> set[str]:
@@ -123,7 +123,7 @@ class Mapped:
     ) -> Callable[[], Any]:
         """Checks the arguments, and returns the function that runs."""
         axes, shape = self.axis.names, self.mesh.shape
-        told, arrays = Told.of(data)
+        told, arrays = StaticArguments.of(data)
         split, folded = placed_batch(data, self.batch_specs(data), self.mesh, self.axis)
         sizes = tuple(shape[name] for name in axes)
         n_workers, shapes = math.prod(sizes), map(jnp.shape, jax.tree.leaves(state))
@@ -135,7 +135,7 @@ class Mapped:
             )
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
-        placed = tuple(only(spec, axes + self.others) for spec in placed)
+        placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.total.check_scatter(state, self.metrics)
             if not self.reduces:
@@ -157,12 +157,12 @@ class Mapped:
         axis, others = self.axis, self.others
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
-        opened = [only(spec, others) for spec in placed]
+        opened = [restrict_spec(spec, others) for spec in placed]
         total = dataclasses.replace(self.total, specs=tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
-        of_grads = tree.unflatten(only(spec, axis.names) for spec in mine)
+        of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
 
         def mapped(recorded: Recorded | None) -> Callable[..., Any]:
@@ -187,7 +187,7 @@ class Mapped:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
         if not self.reduces:
-            return value, Terms(found.tree, self.mesh, axis.names, tuple(opened))
+            return value, WorkerGradients(found.tree, self.mesh, axis.names, tuple(opened))
         return value, found if self.metrics or state is not None else found.tree
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
@@ -201,8 +201,8 @@ class Mapped:
 
     def _of_worker(
         self,
-        total: Sum,
-        told: Told,
+        total: Reduction,
+        told: StaticArguments,
         folded: tuple[bool, ...],
         recorded: Recorded | None,
         params: Any,
@@ -245,14 +245,16 @@ class Mapped:
         value = value / terms if op == "sum" else value  # it was all workers' on so many
         return value, aux, found._replace(state=after)
 
-    def _differentiated(self, told: Told, params: Any, arrays: list) -> tuple[Any, Any, Any]:
+    def _differentiated(
+        self, told: StaticArguments, params: Any, arrays: list
+    ) -> tuple[Any, Any, Any]:
         """((value, aux), the gradients, the weight) of one worker."""
         data = told.join(arrays)
         value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
         weight = None if self.weight is None else self.weight(params, data)
         return (value if self.has_aux else (value, None)), grads, weight
 
-    def _recorded(self, told: Told, refused: "_RefusedError") -> Recorded:
+    def _recorded(self, told: StaticArguments, refused: "_RefusedError") -> Recorded:
         """The loss and its derivative, traced where the data axes are automatic.
 
         Raises JAX's error if that does not go, or if no constraint is the reason for it.
@@ -276,7 +278,7 @@ class Mapped:
 
     def _warn_of_types(
         self,
-        told: Told,
+        told: StaticArguments,
         recorded: Recorded | None,
         params: Any,
         arrays: list,

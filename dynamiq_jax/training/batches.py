@@ -12,11 +12,11 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import warn_of_gather
+from dynamiq_jax.collectives.reduction import warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, flat_specs, n_parts, names_of, several
+from dynamiq_jax.tree.placement import axes_above_one, axes_of, flat_specs, n_parts, names_of
 
 ARRAYS = Array | np.ndarray | np.generic
 """Arguments of the loss of other types are constants of its program."""
@@ -163,7 +163,7 @@ def placed_batch(
     told, arrays that are whole on every device are whole if the sharding of others shows that
     these are split; all others are split along their leading axis.
     """
-    counting = {*several(axis.names, mesh.shape)}
+    counting = {*axes_above_one(axis.names, mesh.shape)}
     arrays = [
         (name, x, spec)
         for (name, spec), x in zip(told, jax.tree.leaves(data), strict=True)

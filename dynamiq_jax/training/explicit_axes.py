@@ -25,14 +25,14 @@ from dynamiq_jax.collectives.explicit_sums import (
     resharded,
     unreduced_axes,
 )
-from dynamiq_jax.collectives.sum import Sum, warn_of_gather
+from dynamiq_jax.collectives.reduction import Reduction, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.training.auto_axes import Told, closed_over
+from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
 from dynamiq_jax.training.explicit_shards import (
     BACKWARD,
     MARKS,
@@ -42,7 +42,13 @@ from dynamiq_jax.training.explicit_shards import (
 )
 from dynamiq_jax.training.uses import Uses, parameter, per_use, value_of
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_of, names_of, only, placed_leaves, several
+from dynamiq_jax.tree.placement import (
+    axes_above_one,
+    axes_of,
+    names_of,
+    placed_leaves,
+    restrict_spec,
+)
 
 
 class _ByUse(NamedTuple):
@@ -54,7 +60,7 @@ class _ByUse(NamedTuple):
     sums: dict[int, Array]
 
 
-class Deferred(NamedTuple):
+class ExplicitGrad(NamedTuple):
     """How to differentiate a loss of global arrays, and how to sum its gradients.
 
     If it does not reduce, gradients of deferred leaves stay unreduced. If it gathers, leaves that
@@ -62,7 +68,7 @@ class Deferred(NamedTuple):
     """
 
     mesh: AbstractMesh
-    total: Sum
+    total: Reduction
     has_aux: bool
     metrics: bool
     reduces: bool
@@ -149,7 +155,7 @@ class Deferred(NamedTuple):
                 if (results := used(as_typed)) is not None:
                     return results
         if own:
-            split = {*several(self.axis.names, self.mesh.shape)}
+            split = {*axes_above_one(self.axis.names, self.mesh.shape)}
             apart = {i for i in own if axes_of(placed[i]) >= split}
             mapped = found(self._shards_in_maps, alone=True) & apart
             if alone := (own & large) - found(gathers) - mapped:
@@ -190,9 +196,9 @@ class Deferred(NamedTuple):
         Twins are typed and plain leaves. The loss is traced with the former if JAX takes them
         (``as_typed``). `None` if JAX does not take plain parameters either.
         """
-        told, arrays = Told.of(data)
+        told, arrays = StaticArguments.of(data)
         treedef, (typed, plain) = jax.tree.structure(params), twins
-        found = Uses(frozenset(several(self.axis.names, self.mesh.shape)))
+        found = Uses(frozenset(axes_above_one(self.axis.names, self.mesh.shape)))
 
         def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
             value = loss(treedef.unflatten(leaves), told.join(arrays))
@@ -292,7 +298,7 @@ class Deferred(NamedTuple):
             check_vma=False,
         )(terms, whole)
 
-    def with_ones(
+    def without_unit_axes(
         self, loss: Callable[[Any, Any], Any], params: Any, data: Any, **options: Any
     ) -> tuple[Any, Any]:
         """Differentiates on meshes with axes of size 1, which types may name.
@@ -301,14 +307,14 @@ class Deferred(NamedTuple):
         gets arrays that do not name them. Arrays that it closes over keep their types. If these
         name such axes, nothing changes.
         """
-        counting = {*several(self.mesh.axis_names, self.mesh.shape)}
+        counting = {*axes_above_one(self.mesh.axis_names, self.mesh.shape)}
         if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
             return self(loss, params, data, **options)
 
         def without_ones(x: Any) -> Any:
             if not isinstance(x, Array) or axes_of(_spec(x)) <= counting:
                 return x
-            return resharded(x, self.mesh, only(_spec(x), counting))
+            return resharded(x, self.mesh, restrict_spec(_spec(x), counting))
 
         def typed(x: Any, spec: P) -> Any:
             """A gradient that names the axes which the spec names; unreduced ones stay."""
@@ -409,8 +415,8 @@ class Deferred(NamedTuple):
     def _check_split(self, data: Any, why: Exception) -> None:
         """Refuses a batch that is not sharded over exactly the axes in ``axis_name``."""
         own = {*self.axis.names}
-        counting = several(self.mesh.axis_names, self.mesh.shape)
-        arrays = [only(_spec(x), counting) for x in jax.tree.leaves(data) if jnp.ndim(x)]
+        counting = axes_above_one(self.mesh.axis_names, self.mesh.shape)
+        arrays = [restrict_spec(_spec(x), counting) for x in jax.tree.leaves(data) if jnp.ndim(x)]
         leading = [names_of(spec[0]) for spec in arrays]
         more = [names for names in leading if own < {*names}]
         if more:
@@ -429,7 +435,9 @@ class Deferred(NamedTuple):
 
     def _whole(self, spec: P) -> P:
         """The spec over axes that are not data axes."""
-        return only(spec, [name for name in self.mesh.axis_names if name not in self.axis.names])
+        return restrict_spec(
+            spec, [name for name in self.mesh.axis_names if name not in self.axis.names]
+        )
 
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""

@@ -25,10 +25,10 @@ from dynamiq_jax.collectives.explicit_sums import (
     resharded,
     scattered_spec,
 )
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.tree.placement import only
+from dynamiq_jax.tree.placement import restrict_spec
 
 _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
 BACKWARD = 1
@@ -95,7 +95,7 @@ def gathered_before(whole: bool) -> Iterator[None]:
         _whole.reset(token)
 
 
-def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
+def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
     """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass."""
     axis = total.axis
     if _whole.get():
@@ -109,7 +109,7 @@ def gather_outside(total: Sum, params: Any, *, key: Array | None) -> Any:
     placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
     total = total.placed(placed)
     kept = [name for name in mesh.axis_names if name not in axis.names]
-    whole = [only(spec, kept) for spec in placed]
+    whole = [restrict_spec(spec, kept) for spec in placed]
     large = large_leaves(total, params, placed, mesh)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
     chosen = [i for i in numbers if total.splits[i]]
@@ -132,7 +132,7 @@ class Gather:
     Shards, values and gradients are lists of the chosen leaves, in their order.
     """
 
-    total: Sum
+    total: Reduction
     mesh: AbstractMesh
     treedef: Any
     chosen: Sequence[int]

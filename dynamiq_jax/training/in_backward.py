@@ -8,7 +8,7 @@ import numpy as np
 from jax import Array
 
 from dynamiq_jax.collectives.explicit_sums import is_outside
-from dynamiq_jax.collectives.sum import Sum, gathers_of
+from dynamiq_jax.collectives.reduction import Reduction, gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
@@ -112,7 +112,7 @@ def reduce_in_backward(
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
-    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
+    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression))
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")
@@ -144,7 +144,7 @@ class Reducer:
 
     def __init__(
         self,
-        total: Sum,
+        total: Reduction,
         params: Any,
         caller: str,
         *,

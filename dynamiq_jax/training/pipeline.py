@@ -30,7 +30,7 @@ import jax
 from jax import Array, lax
 
 from dynamiq_jax.collectives.pending import Pending
-from dynamiq_jax.collectives.sum import Sum, gathers_of
+from dynamiq_jax.collectives.reduction import Reduction, gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
@@ -126,7 +126,7 @@ def sequential(
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
-    total = Sum(axis, compression, op, gathers=gathers_of(gather, compression))
+    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression))
     if pending is not None:
         _check_pending(pending, axis, told["copies"])
     parts = []

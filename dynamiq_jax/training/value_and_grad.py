@@ -14,16 +14,16 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.training.auto_axes import Mapped, Told, closed_over
+from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, closed_over
 from dynamiq_jax.training.batches import leaf_specs
-from dynamiq_jax.training.explicit_axes import Deferred
-from dynamiq_jax.tree.placement import axes_of, check_nodes, only
+from dynamiq_jax.training.explicit_axes import ExplicitGrad
+from dynamiq_jax.tree.placement import axes_of, check_nodes, restrict_spec
 
 
 def value_and_grad(
@@ -159,7 +159,7 @@ def value_and_grad(
       NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
         data axes; or `jax.vmap` on Explicit axes.
     """
-    total = Sum(check_axis(axis_name), as_compression(compression, method=method), op)
+    total = Reduction(check_axis(axis_name), as_compression(compression, method=method), op)
     kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
     for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
     kept |= {"allow_int": allow_int}
@@ -168,7 +168,7 @@ def value_and_grad(
 
 def gradients(
     loss_fn: Callable[..., Any],
-    total: Sum,
+    total: Reduction,
     *,
     argnums: int | Sequence[int],
     has_aux: bool,
@@ -179,7 +179,7 @@ def gradients(
     for_auto: dict[str, Any],
     allow_int: bool = False,
 ) -> Callable[..., Any]:
-    """`value_and_grad` with a `Sum`, and with the arguments that Auto axes alone take.
+    """`value_and_grad` with a `Reduction`, and with the arguments that Auto axes alone take.
 
     Of the latter, ``batch_specs`` may be a function: of ``(other positional arguments, keywords)``,
     to what `leaf_specs` returns. With ``allow_int`` it is not: integers of the parameters follow.
@@ -205,14 +205,14 @@ def gradients(
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
         _check_mesh(abstract, total, gathers, for_auto)
         if is_explicit(abstract):
-            deferred = Deferred(mesh=abstract, gathers=gathers, **options)
-            run = deferred.with_ones if 1 in abstract.axis_sizes else deferred
+            deferred = ExplicitGrad(mesh=abstract, gathers=gathers, **options)
+            run = deferred.without_unit_axes if 1 in abstract.axis_sizes else deferred
             return _in_context(functools.partial(run, loss), mesh)
         own = for_auto | {"weight": None if weight is None else joined(weight)}
         if not callable(own["batch_specs"]):
             own["batch_specs"] = functools.partial(specs_of, own["batch_specs"])
         suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
-        bound = Mapped(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
+        bound = AutoGrad(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
         return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
 
     def specs_of(batch_specs: Any, data: Any) -> list[tuple[str, P | None]]:
@@ -304,7 +304,9 @@ def _with_integers(
         found = jax.typeof(x).sharding
         if not axes_of(found.spec) & {*axes}:
             return x
-        return jax.reshard(x, only(found.spec, [n for n in found.mesh.axis_names if n not in axes]))
+        return jax.reshard(
+            x, restrict_spec(found.spec, [n for n in found.mesh.axis_names if n not in axes])
+        )
 
     return lambda params, data: run(_together(params, jax.tree.map(whole, data[2])), data[:2])
 
@@ -317,7 +319,9 @@ def _with_float0(found: Any, integers: Any) -> Any:
     return _together(found, zeros)
 
 
-def _check_mesh(mesh: AbstractMesh, total: Sum, gathers: bool, for_auto: dict[str, Any]) -> None:
+def _check_mesh(
+    mesh: AbstractMesh, total: Reduction, gathers: bool, for_auto: dict[str, Any]
+) -> None:
     """Refuses a mesh without the data axes, and arguments that are not for its type of axes."""
     total.compression.route(sizes_on(mesh, total.axis))  # refuses what cannot be
     given = [name for name, value in for_auto.items() if value is not None]
@@ -372,7 +376,7 @@ def _in_context(
         if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
             own = functools.partial(run, params, data, **options)
             return jax.sharding.use_abstract_mesh(abstract), own
-        own = functools.partial(compiled, *Told.of(data), params, **options)
+        own = functools.partial(compiled, *StaticArguments.of(data), params, **options)
         if not traced:
             around = jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
             return around, own

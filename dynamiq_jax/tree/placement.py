@@ -47,8 +47,10 @@ class Surroundings(NamedTuple):
         """
         if self.of_kind(AxisType.Auto):
             told = None if specs is None else flat_specs(specs, tree, self.sizes)
-            return None if told is None else [only(spec, self.open) for spec in told]
-        return [only(jax.typeof(x).sharding.spec, self.open) for x in jax.tree.leaves(tree)]
+            return None if told is None else [restrict_spec(spec, self.open) for spec in told]
+        return [
+            restrict_spec(jax.typeof(x).sharding.spec, self.open) for x in jax.tree.leaves(tree)
+        ]
 
     def leaves(self, tree: Any, specs: Any) -> list[Leaf]:
         """The part of every leaf that one device holds, as far as it is known."""
@@ -72,7 +74,7 @@ class Surroundings(NamedTuple):
         explicit = self.of_kind(AxisType.Explicit)
         if not explicit:
             return tree
-        return jax.tree.map(lambda x: jax.reshard(x, only(spec, explicit)), tree)
+        return jax.tree.map(lambda x: jax.reshard(x, restrict_spec(spec, explicit)), tree)
 
     def per_part(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """``function`` of what every device holds: maps it over the open axes."""
@@ -144,8 +146,8 @@ def placed_leaves(
     sizes = {name: around.shape[name] for name in split}
     return [
         dataclasses.replace(
-            part(leaf, only(spec, split), sizes),
-            axes=leaf.axes | {*several(axes_of(spec), around.shape)},
+            part(leaf, restrict_spec(spec, split), sizes),
+            axes=leaf.axes | {*axes_above_one(axes_of(spec), around.shape)},
         )
         for leaf, spec in zip(leaves, flat_specs(specs, tree, around.axis_names), strict=True)
     ], sizes
@@ -237,7 +239,7 @@ def axes_of(spec: P) -> frozenset[str]:
     return frozenset(name for entry in spec for name in names_of(entry))
 
 
-def only(spec: P, names: Collection[str]) -> P:
+def restrict_spec(spec: P, names: Collection[str]) -> P:
     """The spec over some axes; over others the leaf counts as whole."""
     kept = [tuple(name for name in names_of(entry) if name in names) for entry in spec]
     return P(*(entry or None for entry in kept))
@@ -249,7 +251,7 @@ def constrained(tree: Any, mesh: Mesh | AbstractMesh, specs: Sequence[P]) -> Any
     return jax.lax.with_sharding_constraint(tree, shardings)
 
 
-def several(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+def axes_above_one(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The axes of more than one device, in their order: others count for nothing."""
     return tuple(name for name in names if sizes[name] > 1)
 

@@ -22,7 +22,7 @@ from dynamiq_jax.collectives.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.collectives.halves import gather_over, over, put_together, scattering
+from dynamiq_jax.collectives.halves import divide, gather_over, put_together, scattering
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -84,7 +84,7 @@ GATHERS = 1 << 31
 
 
 @dataclasses.dataclass(frozen=True)
-class Sum:
+class Reduction:
     """A sum, or mean, over workers: of which leaves, over which axes, and how they travel."""
 
     axis: Axis
@@ -113,7 +113,7 @@ class Sum:
         *,
         over: tuple[str, ...] | None = None,
         opened: Sequence[P] | None = None,
-    ) -> "Sum":
+    ) -> "Reduction":
         """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
         axes = self.axis.names
         splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
@@ -122,7 +122,7 @@ class Sum:
         opened = None if opened is None else tuple(opened)
         return dataclasses.replace(self, splits=splits, others=others, opened=opened)
 
-    def of_shards(self, params: Any, specs: Any) -> tuple["Sum", Any]:
+    def of_shards(self, params: Any, specs: Any) -> tuple["Reduction", Any]:
         """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
 
         Leaves whose ``specs`` name the axis are one worker's shards.
@@ -152,7 +152,7 @@ class Sum:
                 "and a method without memory, or replicate the parameters over these axes"
             )
 
-    def some(self, places: Collection[int]) -> "Sum":
+    def some(self, places: Collection[int]) -> "Reduction":
         """The sum of some leaves, by their numbers."""
         names = ("splits", "others") if self.opened is None else ("splits", "others", "opened")
         kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
@@ -261,7 +261,7 @@ class Sum:
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
-                some = Sum(Axis(rest), own, self.op).reduce(some, key).tree
+                some = Reduction(Axis(rest), own, self.op).reduce(some, key).tree
             found |= some
         return treedef.unflatten(found.values())
 
@@ -369,7 +369,7 @@ def _scatter_natively(
         if large and x.dtype.name in COMPRESSED_DTYPES:
             wire = route.method.native_dtype(x.dtype)
         total = lax.psum_scatter(x.astype(wire), names, scatter_dimension=dimension, tiled=True)
-        return over(total, divisor, x.dtype)
+        return divide(total, divisor, x.dtype)
 
     return jax.tree.map(native, part)
 

@@ -13,9 +13,9 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.sum import Sum
+from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.tree.placement import constrained, several
+from dynamiq_jax.tree.placement import axes_above_one, constrained
 
 
 @functools.partial(
@@ -24,7 +24,7 @@ from dynamiq_jax.tree.placement import constrained, several
     meta_fields=["mesh", "axes", "specs"],
 )
 @dataclasses.dataclass(frozen=True)
-class Terms:
+class WorkerGradients:
     """A pytree of all workers' gradients, by ``value_and_grad(reduce=False)``; `psum` sums it.
 
     ``jax.tree.map(jnp.add, terms, others)`` adds those of two micro-batches. A scan carries them,
@@ -44,8 +44,8 @@ class Terms:
 
 
 def reduce_terms(
-    total: Sum,
-    terms: Terms,
+    total: Reduction,
+    terms: WorkerGradients,
     key: Array | None = None,
     state: Any = None,
     *,
@@ -75,7 +75,7 @@ def reduce_terms(
 
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3))
 def _reduced(
-    total: Sum,
+    total: Reduction,
     mesh: Mesh | AbstractMesh,
     specs: tuple[P, ...],
     metrics: bool,
@@ -86,7 +86,9 @@ def _reduced(
     """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes in programs alone."""
     axis = total.axis
     over = P(axis.name)
-    others = several([name for name in mesh.axis_names if name not in axis.names], mesh.shape)
+    others = axes_above_one(
+        [name for name in mesh.axis_names if name not in axis.names], mesh.shape
+    )
     own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
