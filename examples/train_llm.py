@@ -569,7 +569,7 @@ def plot(results: Sequence[Result], title: str, file: Path, noise: float | None 
         y = loss if len(results) == 1 else 100 * (loss / running(last) - 1)
         by_step.plot(n_steps, y)
     if noise is not None and len(results) > 1:
-        by_step.axhspan(-noise, noise, color="0.9", zorder=0, label="noise of a seed")
+        by_step.axhspan(-noise, noise, color="0.9", zorder=0, label="noise of a final loss")
         by_step.legend()
     by_bytes.set(xlabel="GB sent per worker", ylabel="training loss (nats/token)")
     compared = "training loss" if len(results) == 1 else f"training loss against {last.method}, %"
