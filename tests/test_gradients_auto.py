@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import sum as sums
+from dynamiq_jax.collectives import reduction
 from dynamiq_jax.methods.metrics import vnmse
 
 OPTIONS = {"axis_name": "data", "compression": EXACT}
@@ -655,7 +655,7 @@ def test_keywords_have_specs_and_frozen_shards_are_gathered_by_layer(monkeypatch
     assert 1e-6 < float(vnmse(grads, expected[1])) < 1e-3
     whole = ours(lora, batch_specs={"frozen": P()})
     assert_close(whole(params, x, frozen=shards), expected)
-    monkeypatch.setattr(sums, "LARGE_GATHER", 1000)
+    monkeypatch.setattr(reduction, "LARGE_GATHER", 1000)
     with pytest.warns(UserWarning, match="2 sharded arguments.*524,288 bytes.*lax.all_gather"):
         whole(params, x, frozen=shards)
     whole(params, x, frozen=frozen)  # on one device: nothing is gathered

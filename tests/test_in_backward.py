@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import sum as sums
+from dynamiq_jax.collectives import reduction
 from dynamiq_jax.request.compression import as_compression
 
 N, DIM, LAYERS = 4, 128, 3
@@ -346,7 +346,7 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
             leaves, treedef = jax.tree.flatten(found)
             return found if name == "gather_over" else (lambda: leaves, treedef)
 
-        monkeypatch.setattr(sums, name, call)
+        monkeypatch.setattr(reduction, name, call)
 
     def loss(shard):
         options = {"compression": CHEAP, "key": KEY, "gather": CHEAP}
