@@ -7,7 +7,6 @@ import os
 import re
 import sys
 import threading
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -55,9 +54,9 @@ class Processes:
         monkeypatch.setattr(agreement, "_checks", collections.Counter())
         monkeypatch.setattr(agreement, "coordination_client", lambda: self.own.client)
         monkeypatch.setattr(jax, "process_index", lambda: self.own.index)
-        monkeypatch.setattr(agreement, "warnings", SimpleNamespace(warn=self.warn))
+        monkeypatch.setattr(agreement, "warn", self.warn)
 
-    def warn(self, text, stacklevel):
+    def warn(self, text):
         self.said[self.own.index] += f"warning: {text}"
 
     def run(self, *functions, patience=20.0):

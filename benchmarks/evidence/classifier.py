@@ -99,7 +99,6 @@ def loss(params: Tree, images: Array, labels: Array) -> Array:
 
 def make_trainer(data: Digits, way: Way, recipe: Recipe) -> Callable[[Array], tuple[Array, Array]]:
     """From a seed i32[] to the loss of held-out images, and the share that is classified right."""
-    rows = N_WORKERS * recipe.batch_size
 
     def train(seed: Array) -> tuple[Array, Array]:
         start_key, key, batches = jax.random.split(jax.random.key(seed), 3)
@@ -107,7 +106,7 @@ def make_trainer(data: Digits, way: Way, recipe: Recipe) -> Callable[[Array], tu
         def step(carry: tuple[Tree, Any], number: Array) -> tuple[tuple[Tree, Any], None]:
             params, state = carry
             drawn = jax.random.fold_in(batches, number)
-            own = jax.random.randint(drawn, (N_WORKERS, rows // N_WORKERS), 0, len(data.labels))
+            own = jax.random.randint(drawn, (N_WORKERS, recipe.batch_size), 0, len(data.labels))
             step_key = jax.random.fold_in(key, number)
             used = way.used(params, jax.random.fold_in(step_key, 1))
             gradient = partial(jax.grad(loss), used)
@@ -161,7 +160,12 @@ def main(
     for way in make_ways(contenders.parts(methods), [topology], recipe):
         rows.append(row(data, way, recipe, seeds, rows[0] if rows else None))
         file.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"steps": steps, "seeds": seeds, "workers": N_WORKERS, "rows": N_WORKERS * 8}
+        settings = {
+            "steps": steps,
+            "seeds": seeds,
+            "workers": N_WORKERS,
+            "rows": N_WORKERS * recipe.batch_size,
+        }
         record = {"invocation": invocation(), "settings": settings, "rows": rows}
         file.write_text(json.dumps(record, indent=1) + "\n")
 

@@ -396,10 +396,8 @@ def long_training() -> Figure:
 
     The band is the noise: the largest difference so far between two orders of summation in bf16.
     """
-    runs = {
-        file.stem: json.loads(file.read_text())
-        for file in sorted((RESULTS / "long").glob("*.json"))
-    }
+    files = sorted((RESULTS / "long").glob("*.json"))
+    runs = {file.stem: load(f"long/{file.name}") for file in files}
     bf16, reverse = runs.pop("bf16"), runs.pop("bf16-reversed")
     figure = Figure(figsize=(6.4, 8), layout="constrained")
     training, validation, errors = figure.subplots(3, 1)
@@ -421,18 +419,17 @@ def long_training() -> Figure:
 
     settings = bf16["settings"]
     each = settings["tokens"] / settings["steps"] * settings["every"] / 1e6  # M tokens of a part
+    tokens = each * np.arange(1, 1 + len(bf16["parts"]))
     for axes, difference in zip((training, validation), against(reverse), strict=True):
         band = np.maximum.accumulate(np.abs(difference))
-        tokens = each * np.arange(1, 1 + len(band))
         axes.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
         axes.set(ylim=(-0.5, 0.5), xlabel="tokens, millions")
-    for name, run in runs.items():
+    for number, (name, run) in enumerate(runs.items(), 1):
         label = CURVES[run["settings"]["method"]]
         label += ", then 4 workers" if name.endswith("4-workers") else ""
-        colour = f"C{1 + [*runs].index(name)}"
+        colour = f"C{number}"
         for axes, difference in zip((training, validation), against(run), strict=True):
-            tokens = each * np.arange(1, 1 + len(difference))
-            axes.plot(tokens, difference, color=colour, label=label, linewidth=1)
+            axes.plot(tokens[: len(difference)], difference, color=colour, label=label, linewidth=1)
         add_errors(run, colour)
     add_errors(bf16, "black")
     training.set_ylabel("training loss,\n% from bf16's")

@@ -53,10 +53,10 @@ def psum(
         `explain` lists which leaf goes which way.
       axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
       compression: how to compress: a `Compression`, or its method alone. Default ``DynamiQ()``,
-        5 bits per coordinate. Methods with memory
-        take `reduce`. A function ``(path, leaf) -> method`` chooses for every leaf, and excludes
-        those for which it returns `None`: ``lambda path, leaf: None if "norm" in path else
-        dq.DynamiQ()``, for paths as "layers/0/kernel" and leaves as `jax.ShapeDtypeStruct`.
+        5 bits per coordinate. Methods with memory take `reduce`. A function ``(path, leaf) ->
+        method`` chooses for every leaf, and excludes those for which it returns `None`: ``lambda
+        path, leaf: None if "norm" in path else dq.DynamiQ()``, for paths as "layers/0/kernel" and
+        leaves as `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. A key that JAX knows to vary over
         the axis is refused. Where JAX does not track this (``check_vma=False``, `jax.pmap`,

@@ -6,7 +6,6 @@ from `methods.plain.PlainMethod`, which makes all of them out of `encode` and `d
 """
 
 import math
-import warnings
 from abc import ABC, ABCMeta, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
@@ -257,11 +257,10 @@ def deprecated(name: str, module: str) -> Any:
     """`ShardedMethod`, with a warning where a module was asked for it; refuses other names."""
     if name != "ShardedMethod":
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warnings.warn(
+    warn(
         "ShardedMethod is deprecated and goes with the next minor version: derive a quantiser from "
         "dynamiq_jax.methods.PlainMethod, and ask a method for method.shards",
         DeprecationWarning,
-        stacklevel=3,
     )
     return _ShardedMethod
 

@@ -9,7 +9,6 @@ memory of its own.
 
 import dataclasses
 import functools
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -709,7 +708,7 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
             "opt_state does not count skipped steps in a row: an earlier version has made it; "
             "pass it through dq.optax.restore_state"
         )
-    found, norm = max(itertools.chain(*itertools.starmap(_pairs, counts)))
+    found, norm = max(pair for count in counts for pair in _pairs(*count))
     if found >= in_a_row:
         warn(
             f"the last {found} steps were skipped, since their gradients were not finite (the "

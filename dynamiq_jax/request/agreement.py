@@ -10,7 +10,6 @@ import json
 import os
 import re
 import time
-import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec, get_abstract_mesh
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import coordination_client
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096
@@ -119,11 +119,10 @@ def compare_first(
     elif found and ABSENT not in found:
         raise RuntimeError(_COMPLAINT + text)
     if found:
-        warnings.warn(
+        warn(
             f"the first {collective} of all processes was not compared: {text}. If that is meant, "
             "set DYNAMIQ_JAX_AGREEMENT=0 on all processes; if not, they may wait for each other "
             "for ever, and check_agreement of a dq.Compression tells what differs",
-            stacklevel=2,
         )
 
 

@@ -117,7 +117,7 @@ class Compression(Options):
     @property
     def by_path(self) -> bool:
         """Whether a function chooses the method."""
-        return callable(self.method) and not isinstance(self.method, type | Method)
+        return _chooses(self.method)
 
     def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
         """The method of every leaf; `None` for leaves that are excluded."""
@@ -403,7 +403,7 @@ def as_compression(
     if compression is None:
         compression = default
     if not isinstance(compression, Compression):
-        if compression is not None and (isinstance(compression, type) or not callable(compression)):
+        if compression is not None and not _chooses(compression):
             check_method(compression, "compression")
         return Compression(compression, topology=topology)
     if topology is None:
@@ -465,6 +465,11 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
 
     pairs = zip(grouping.buckets, counts, strict=True)
     return tuple(first(bucket, count) for bucket, count in pairs)
+
+
+def _chooses(method: Any) -> bool:
+    """Whether it is a function that chooses a method for every leaf."""
+    return callable(method) and not isinstance(method, type | Method)
 
 
 def check_method(method: Any, name: str = "method") -> None:
