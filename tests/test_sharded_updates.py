@@ -236,6 +236,8 @@ def test_a_state_of_an_earlier_version_is_restored_or_goes_on_as_it_is(tmp_path,
     )
     with pytest.warns(UserWarning, match="norm was not saved"):
         assert_same_bits(dq.optax.restore_state(lacks, shapes), restored)
+    with pytest.raises(ValueError, match="gaps.* starts anew, and this state has its shape alone"):
+        dq.optax.restore_state(dataclasses.replace(state, gaps=None), shapes)
     _, goes_on = step(params, restored, batches[1])
     grads_of, optimizer = optax_steps.of_batch(loss_fn), make("adamw", CHEAP, CHEAP)
     _, as_it_is = optax_steps.stepper(optimizer, lacks, grads_of, auto_mesh())(
