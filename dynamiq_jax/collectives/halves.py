@@ -16,7 +16,7 @@ from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.seeds import Seed, bucket_seeds, check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
@@ -135,12 +135,13 @@ def _scatter_leaves(
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
         values[leaf.index] = from_flat(divide(total, divisor, total.dtype), cut.of(leaf))
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
         run = axis.program(_scatter_bucket)
         way = {"axis": axis, "method": method, "topology": topology}
-        x, seed = joined(parts), bucket_seed(words, bucket.tag)
+        x = joined(parts)
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
@@ -324,9 +325,10 @@ def _gather_leaves(
     exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
-        x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
+        x = concatenate(bucket, dict(enumerate(values)))
         if cut.n_workers == 1:
             gathered = exact(x)
         else:

@@ -79,9 +79,10 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
     asking for devices starts JAX's backend: a step may be decorated ahead of
     `jax.distributed.initialize`. `explain` says what was chosen.
 
-    `jit` sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and ``NCCL_NSOCKS_PERTHREAD=4`` at
-    once, unless one of them is set, or a network card is of a cloud that NCCL knows. NCCL reads them
-    at this process's first collective, and where hosts have no InfiniBand.
+    `jit` sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and
+    ``NCCL_NSOCKS_PERTHREAD=4`` at once, unless one of them is set, or a network card is of a cloud
+    that NCCL knows. NCCL reads them at this process's first collective, and where hosts have no
+    InfiniBand.
 
     In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
     and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in

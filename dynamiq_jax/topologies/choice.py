@@ -19,7 +19,7 @@ import math
 import jax
 
 from dynamiq_jax.core.links import in_one_domain
-from dynamiq_jax.core.xla import copy_engines, between_hosts
+from dynamiq_jax.core.xla import between_hosts, copy_engines
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
