@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", daily(CASES, ["dynamiq", "plain", "one worker"]))
+@pytest.mark.parametrize("name", daily(CASES, ["dither", "plain", "one worker"]))
 def test_packed_shards_have_the_bits_of_an_all_gather(name):
     method, options = CASES[name]
     axes = ("data", "model") if name == "two axes" else "data"
