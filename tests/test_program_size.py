@@ -70,14 +70,59 @@ def test_equal_shards_share_functions():
     assert own <= 3 * native
 
 
-def equations(jaxpr):
-    """How many there are, those of functions that it calls included."""
-    return sum(sum(map(equations, inner_jaxprs(own))) or 1 for own in jaxpr.eqns)
+def equations(jaxpr, name=""):
+    """How many there are, in called functions, too; of primitives whose name begins so."""
+    own = partial(equations, name=name)
+    return sum(
+        sum(map(own, inner)) if (inner := inner_jaxprs(found)) else is_named(found, name)
+        for found in jaxpr.eqns
+    )
+
+
+def is_named(equation, name):
+    return equation.primitive.name.startswith(name)
+
+
+def hashes(reduce, depth):
+    """How many hashes of a key there are in the reduced gradients of so many layers."""
+    params = [{"w": jnp.ones((16, 128)), "v": jnp.ones((128, 16))}] * depth
+    traced = jax.make_jaxpr(reduce, axis_env=[("data", 4)])(params)
+    return equations(traced.jaxpr, "random_fold_in") + equations(traced.jaxpr, "threefry2x32")
+
+
+LIMITS = {"min_leaf_size": 1, "min_bucket_size": 1, "bucket_bytes": 4 * 2**11}
+KEYED = {"compression": dq.Compression(dq.DynamiQ(), **LIMITS), "key": jax.random.key(0)}
+
+
+def by_psum(params):
+    return dq.psum(params, "data", **KEYED)
+
+
+def by_psum_scatter(params):
+    return dq.psum_scatter(params, "data", tiled=True, **KEYED)
+
+
+def by_all_gather(params):
+    return dq.all_gather(params, "data", tiled=True, **KEYED)
+
+
+def by_sequential(params):
+    def loss(params):
+        functions = [lambda own, x: jnp.tanh(x @ own["w"] @ own["v"])] * len(params)
+        return jnp.sum(dq.sequential(functions, params, jnp.ones((2, 16)), "data", **KEYED))
+
+    return jax.grad(loss)(params)
+
+
+@pytest.mark.parametrize("reduce", [by_psum, by_psum_scatter, by_all_gather, by_sequential])
+def test_seeds_of_all_layers_are_one_hash(reduce):
+    """A hash is 220 operations. One for each of 64 layers would be a fourth of the program."""
+    assert 0 < hashes(reduce, 3) == hashes(reduce, 8) <= 3
 
 
 def size_of(function, tree, sizes):
     """Equations of a function's jaxpr."""
-    return equations(jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree))
+    return equations(jax.make_jaxpr(function, axis_env=[*sizes.items()])(tree).jaxpr)
 
 
 @pytest.mark.parametrize("n_workers", [2, 8])

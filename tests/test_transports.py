@@ -128,6 +128,7 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
 
 
 CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
+SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 
 
 @pytest.fixture
@@ -136,7 +137,7 @@ def peers(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
     monkeypatch.setattr(xla, "in_one_domain", lambda: True)
-    for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS", CHANNELS):
+    for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS", CHANNELS, *SOCKETS):
         monkeypatch.setenv(name, "")  # so that what a test sets is gone after it
         monkeypatch.delenv(name)
     return monkeypatch
@@ -170,7 +171,7 @@ def test_options_are_empty_where_they_do_not_apply(how, what, options, peers):
     assert xla.compiler_options() == options
     assert xla.copy_engines() is None
     assert os.environ.get(CHANNELS) == ("0" if between else None)
-    assert (xla.starts_early() is None) == (not between)
+    assert (xla.between_hosts() is None) == (not between)
 
 
 def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
@@ -190,6 +191,34 @@ def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
     peers.setattr(xla, "_between_hosts", lambda: True)
     xla.compiler_options()
     assert os.environ[CHANNELS] == "1"
+
+
+@pytest.mark.parametrize(
+    ("given", "vendor", "chosen"),
+    [
+        ({}, "0x15b3", ("1", "4")),
+        ({}, None, ("1", "4")),  # a virtual network card has no vendor
+        ({}, "0x1d0f", (None, None)),
+        ({SOCKETS[0]: "2"}, "0x15b3", ("2", None)),
+        ({SOCKETS[1]: "8"}, None, (None, "8")),
+    ],
+)
+def test_a_decorated_step_chooses_nccls_sockets_where_nobody_has(
+    given, vendor, chosen, peers, tmp_path
+):
+    """Ahead of JAX's backend: NCCL reads the variables at a process's first collective."""
+    if vendor:
+        (tmp_path / "vendor").write_text(f"{vendor}\n")
+    peers.setattr(xla, "_VENDORS", str(tmp_path / "*"))
+    for name, value in given.items():
+        peers.setenv(name, value)
+    peers.setattr(jax, "default_backend", lambda: pytest.fail("starts the backend"))
+    xla.jit(lambda x: x)
+    assert tuple(map(os.environ.get, SOCKETS)) == chosen
+    peers.setattr(jax, "default_backend", lambda: "gpu")
+    peers.setattr(xla, "_between_hosts", lambda: True)
+    for name, value in zip(SOCKETS, chosen, strict=True):
+        assert f"{name}={value or 'by NCCL'}" in xla.between_hosts()
 
 
 def test_copy_engines_serve_in_programs_with_the_option_alone(peers):

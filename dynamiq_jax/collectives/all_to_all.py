@@ -21,7 +21,7 @@ from dynamiq_jax.collectives import halves
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seed, fold_seed, key_words, seed_of
+from dynamiq_jax.core.seeds import Seed, bucket_seeds, fold_seed, key_words, seed_of
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -136,12 +136,12 @@ def _exchange_leaves(
         options = {"axis_index_groups": axis.groups, "tiled": cut.tiled}
         own = jnp.asarray(values[leaf.index])
         values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         blocks: Any = joined(parts)
         if cut.n_workers > 1:
             forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
-            seed = bucket_seed(words, bucket.tag)
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
         found = halves.pieces(blocks, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, found, strict=True):

@@ -13,7 +13,7 @@ from dynamiq_jax.collectives.checks import Fixed
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seed, key_words
+from dynamiq_jax.core.seeds import Seed, bucket_seeds, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
@@ -102,7 +102,7 @@ def reduce_leaves(
             known = [bucket_metrics(concatenate(b, values), alone) for b in grouping.buckets]
         values = exact_reduce(values)
     else:
-        words = key_words(key)
+        seeds = bucket_seeds(key_words(key), [bucket.tag for bucket in grouping.buckets])
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)
@@ -111,8 +111,8 @@ def reduce_leaves(
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
             way = {"method": route.runner.of_bucket(bucket), "topology": route.flat}
-            x, seed = concatenate(bucket, values), bucket_seed(words, bucket.tag)
-            constants = lax.stop_gradient((x, seed, after[number]))
+            x = concatenate(bucket, values)
+            constants = lax.stop_gradient((x, seeds[number], after[number]))
             total, (after[number], facts) = run(*constants, axis=axis, **way, **options)
             known.append(facts)
             values |= split(bucket, with_tangent(exact_reduce, x, total))

@@ -17,7 +17,7 @@ from dynamiq_jax.collectives.packed import Packed
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seed, check_key, key_words
+from dynamiq_jax.core.seeds import Seed, bucket_seeds, check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
@@ -136,12 +136,13 @@ def _scatter_leaves(
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
         values[leaf.index] = from_flat(divide(total, divisor, total.dtype), cut.of(leaf))
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
         run = axis.program(_scatter_bucket)
         way = {"axis": axis, "method": method, "topology": topology}
-        x, seed = joined(parts), bucket_seed(words, bucket.tag)
+        x = joined(parts)
         if cut.n_workers == 1:
             total = axis.psum_scatter(x)
         else:
@@ -347,9 +348,10 @@ def _gather_leaves(
     exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
-        x, seed = concatenate(bucket, dict(enumerate(values))), bucket_seed(words, bucket.tag)
+        x = concatenate(bucket, dict(enumerate(values)))
         if cut.n_workers == 1:
             gathered = exact(x)
         else:
@@ -418,10 +420,11 @@ def pack(
     grouping, _ = _grouped_shards("pack", axis, shards, request, key, {})
     values, treedef = jax.tree.flatten(shards)
     words, n, payloads = key_words(key), axis.size, []
-    for bucket in grouping.buckets:
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.halves()
         # One worker's gather encodes nothing.
-        call = Call(axis, None, bucket_seed(words, bucket.tag))
+        call = Call(axis, None, seed)
         payloads.append(x if n == 1 else method.pack(lax.stop_gradient(x), call))
     exact = tuple(jnp.asarray(values[leaf.index]) for leaf, _ in grouping.exact)
     kept = axis.to_varying(jax.tree.map(lambda x: x[None], (tuple(payloads), exact, words)))
@@ -463,7 +466,8 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     for (leaf, _), x in zip(packed.grouping.exact, exact, strict=True):
         check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
         values[leaf.index] = back(axis.all_gather(x, to=to))
-    for bucket, payload in zip(packed.grouping.buckets, payloads, strict=True):
+    seeds = bucket_seeds(words, [bucket.tag for bucket in packed.grouping.buckets])
+    for bucket, payload, seed in zip(packed.grouping.buckets, payloads, seeds, strict=True):
         for leaf in bucket.leaves:
             check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
         if cut.n_workers == 1:
@@ -471,7 +475,6 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
         else:
             run, (method, _) = axis.program(_unpack_bucket), bucket.route.halves()
             sizes = {"size": bucket.size, "dtype": bucket.dtype}
-            seed = bucket_seed(words, bucket.tag)
             gathered = run(payload, seed, axis=axis, method=method, to=to, **sizes)
         _take_apart(gathered, bucket, values, back)
     return packed.treedef.unflatten(values)

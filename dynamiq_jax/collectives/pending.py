@@ -88,5 +88,6 @@ def own_slice(x: Array, split: Split, axis: Axis, padding: Padding) -> Array:
     x = padding.padded(x)
     for dimension, _ in split:
         rows = x.shape[dimension] // axis.size
-        x = lax.dynamic_slice_in_dim(x, axis.index * rows, rows, dimension)
+        start = axis.index.astype(jnp.uint32) * rows  # JAX asks of a signed one if it is negative
+        x = lax.dynamic_slice_in_dim(x, start, rows, dimension)
     return x

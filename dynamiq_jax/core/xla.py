@@ -8,6 +8,8 @@ program. `compiler_options` is the rule:
   the next payload before the last one has arrived;
 * processes that share one NVLink domain: XLA's own order.
 
+`jit` also chooses the sockets that NCCL opens between hosts (`_SOCKETS`).
+
 By default a collective is a kernel of NCCL, which takes multiprocessors and memory bandwidth from
 the kernels beside it. With these options a `ppermute` between GPUs of one process is a copy by an
 engine that does nothing else: faster than NCCL's on NVLink, and at no cost to kernels.
@@ -15,9 +17,11 @@ engine that does nothing else: faster than NCCL's on NVLink, and at no cost to k
 
 import contextlib
 import functools
+import glob
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,6 +51,13 @@ _OWN_CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 """NCCL's variable. XLA splits communicators of all GPUs into those of a host. By default these keep
 the number of channels that suits the network, 2 in the place of 24 over NVLink. Between two hosts
 of two H200 a reduce-scatter of 121 MB inside of a host then takes 2.1 ms in the place of 0.3."""
+_SOCKETS = {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"}
+"""NCCL's variables for links without InfiniBand. By default one socket joins two GPUs. Between two
+hosts of one H200 at 25 Gb/s sharded updates then take 247 ms in the place of 181, and bf16 psum 865
+in the place of 753 (docs/multihost.md)."""
+_CLOUD_NICS = ("0x1d0f", "0x1ae0")
+"""PCI vendors (Amazon, Google) for whose network cards NCCL chooses several sockets by itself."""
+_VENDORS = "/sys/class/net/*/device/vendor"
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 """Whether the program that is traced will be compiled so that permutes are copies by engines."""
 
@@ -67,6 +78,11 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
     The options follow from JAX's devices at the first call (or ``lower``, ``trace``, ...), since
     asking for devices starts JAX's backend: a step may be decorated ahead of
     `jax.distributed.initialize`. `explain` says what was chosen.
+
+    `jit` sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and
+    ``NCCL_NSOCKS_PERTHREAD=4`` at once, unless one of them is set, or a network card is of a cloud
+    that NCCL knows. NCCL reads them at this process's first collective, and where hosts have no
+    InfiniBand.
 
     In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
     and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
@@ -96,6 +112,7 @@ class Jitted:
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], given: Any):
         functools.update_wrapper(self, function)
         self._function, self._options, self._given = function, options, given
+        _choose_sockets()  # NCCL reads its variables once, at this process's first collective
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -138,24 +155,35 @@ def compiler_options() -> dict[str, Any]:
     """Names and values of compiler options, without those that this JAX does not know.
 
     They are empty on one device, and on other devices than GPUs. In several processes and with
-    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts it sets `_OWN_CHANNELS` for this
-    process, unless the user has set it.
+    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts it sets `_OWN_CHANNELS` and
+    `_SOCKETS` for this process, unless the user has set them.
     """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
     if _between_hosts():
         os.environ.setdefault(_OWN_CHANNELS, "0")
+        _choose_sockets()
         return known(_APART | _BETWEEN_HOSTS)
     return known(
         _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
     )
 
 
-def starts_early() -> str | None:
-    """What is to be said of transfers between hosts; `None` inside of one."""
+def _choose_sockets() -> None:
+    """Sets `_SOCKETS` unless the user, or NCCL by its own list of network cards, has chosen."""
+    chosen = any(name in os.environ for name in _SOCKETS)
+    vendors = {Path(name).read_text().strip() for name in glob.glob(_VENDORS)}
+    if not chosen and vendors.isdisjoint(_CLOUD_NICS):
+        os.environ.update(_SOCKETS)
+
+
+def between_hosts() -> str | None:
+    """What `explain` says of transfers between hosts; `None` inside of one."""
     if jax.default_backend() != "gpu" or not _between_hosts():
         return None
-    return f"between hosts dq.jit starts transfers early, {_BETWEEN_HOSTS[_AT_ONCE]} at a time"
+    sockets = ", ".join(f"{name}={os.environ.get(name, 'by NCCL')}" for name in _SOCKETS)
+    early = f"starts transfers early, {_BETWEEN_HOSTS[_AT_ONCE]} at a time"
+    return f"between hosts dq.jit {early}; without InfiniBand {sockets}"
 
 
 def _between_hosts() -> bool:

@@ -19,7 +19,7 @@ import math
 import jax
 
 from dynamiq_jax.core.links import in_one_domain
-from dynamiq_jax.core.xla import copy_engines, starts_early
+from dynamiq_jax.core.xla import between_hosts, copy_engines
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
@@ -78,7 +78,9 @@ def with_transport(
     """
     engines = copy_engines() if here and transport is None else None
     if engines is None:
-        return topology.with_transport(transport or "collectives"), starts_early() if here else None
+        return topology.with_transport(
+            transport or "collectives"
+        ), between_hosts() if here else None
     if n_workers > COPYING:
         why = f"{n_workers} workers are more than {COPYING}, and each of n - 1 copies takes longer"
         return topology.with_transport("collectives"), f"by collectives, since {why}"

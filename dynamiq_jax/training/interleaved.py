@@ -1,5 +1,6 @@
 """Reductions and gathers that are under way beside other work, round by round."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,15 +9,37 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
-from dynamiq_jax.core.seeds import fold_seed
+from dynamiq_jax.core.seeds import fold_seeds
 from dynamiq_jax.training.in_backward import Reducer
-from dynamiq_jax.training.phases import Progress, Traced, cut
+from dynamiq_jax.training.phases import Progress, Slot, Traced, cut, seeds_of
 
 LATE = 4
 """The most reductions whose last kernels wait for the end of the backward pass.
 
 A waiting scatter holds all terms of this worker and the arrived payloads: more than its result.
 """
+
+
+class Seeds:
+    """The seeds of all functions of a pass from one key, by one computation for those alike."""
+
+    def __init__(self, words: Array | None, count: int):
+        self._words = None if words is None else fold_seeds(words, range(count))
+        self._rows: list[tuple[Traced, dict[Slot, Array]]] = []
+
+    def words(self, number: int) -> Array | None:
+        """The words of function ``number``: those of the key, with the number folded in."""
+        return None if self._words is None else self._words[number]
+
+    def of(self, traced: Traced, number: int) -> dict[Slot, Array]:
+        """The values of ``traced.seeds`` in function ``number``."""
+        rows = next((rows for known, rows in self._rows if known is traced), None)
+        if rows is None:
+            rows = {}
+            if self._words is not None and traced.seeds:
+                rows = jax.vmap(functools.partial(seeds_of, traced))(self._words)
+            self._rows.append((traced, rows))
+        return {slot: values[number] for slot, values in rows.items()}
 
 
 class Traces:
@@ -26,26 +49,27 @@ class Traces:
         self._known: list[tuple[Any, Traced]] = []
 
     def start(
-        self, function: Callable, own: Any, words: Array | None, number: int, alike: Any
+        self, function: Callable, own: Any, seeds: Seeds, number: int, alike: Any
     ) -> Progress:
-        """A call ``function(own, words)``, with the number of the run folded into the words.
+        """A call ``function(own, words)``, with the words of function ``number``.
 
         Functions count as equal if ``alike`` is, and the types of ``own``.
         """
-        words = None if words is None else fold_seed(words, number)
+        words = seeds.words(number)
         likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike))
         found = (traced for other, traced in self._known if other == likeness)
         if (traced := next(found, None)) is None:
-            traced = cut(*jax.make_jaxpr(function, return_shape=True)(own, words))
+            shapes = jax.make_jaxpr(function, return_shape=True)(own, words)
+            traced = cut(*shapes, 0 if words is None else 1)
             self._known.append((likeness, traced))
-        return Progress.start(traced, own, words)
+        return Progress.start(traced, own, words, seeds=seeds.of(traced, number))
 
 
 class Pipeline:
     """Reductions on their way, one round of collectives after the other."""
 
-    def __init__(self, words: Array | None):
-        self._words, self._traces = words, Traces()
+    def __init__(self, seeds: Seeds):
+        self._seeds, self._traces = seeds, Traces()
         self._ready: list[Progress] = []
         """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
@@ -70,7 +94,7 @@ class Pipeline:
         own, gradient = pull(send(coming, gradient))
         own, gradient = together(reducer.moving(own), gradient)
         gradient = arrive(coming, gradient)
-        begun = self._traces.start(reducer.reduce, own, self._words, number, reducer.specs)
+        begun = self._traces.start(reducer.reduce, own, self._seeds, number, reducer.specs)
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)

@@ -17,6 +17,7 @@ may pass through a barrier, together with arrays of its own.
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -43,6 +44,9 @@ VIEWS = frozenset("reshape slice squeeze".split())
 
 SMALL = 2**15
 """Bytes of an all-reduce that is not worth a round: a norm's scales, not a layer's statistics."""
+
+SEEDS = 2**10
+"""Elements of the largest array that counts as a seed: words of each worker, not noise."""
 
 Slot = int
 """Number of a value."""
@@ -84,6 +88,10 @@ class Traced(NamedTuple):
     late: tuple[Operation, ...]
     """Sums of small arrays that no other collective waits for, and what is made of them. They run
     when the result is read: XLA then makes one sum of those of several functions."""
+    seeding: tuple[Operation, ...]
+    """What is computed from a key alone. It is no part of `computations`."""
+    seeds: tuple[Slot, ...]
+    """The slots that `seeding` makes and others take."""
     constants: dict[Slot, Any]
     takes: tuple[Slot, ...]
     """The slots of the arguments' leaves."""
@@ -109,10 +117,12 @@ def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
-def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
+def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Traced:
     """Cuts a program at its collectives; `jax.make_jaxpr` gives it, and its result's shapes.
 
-    All-reduces of at most ``small`` bytes are late if no other collective waits for them.
+    The last ``n_words`` arguments are words of a key. What follows from them alone is kept apart,
+    so that a caller can compute it for several calls at once. All-reduces of at most ``small``
+    bytes are late if no other collective waits for them.
     """
     numbers = itertools.count()
     takes = tuple(itertools.islice(numbers, len(closed.in_avals)))
@@ -150,6 +160,9 @@ def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
     makes = walk(closed, takes)
     early, late = _without_late(operations, small)
     computed, views = _without_views(early, makes)
+    seeding, seeds = _of_words(computed, takes[len(takes) - n_words :], constants)
+    apart = {op.makes for op in seeding if not seeds.isdisjoint(op.makes)}
+    computed = tuple(op for op in computed if op.makes not in apart)
     viewed = {slot for op in (*late, *views) for slot in op.makes}
     wanted = slots(itertools.chain(*(op.takes for op in (*late, *views)), makes))
     sources = tuple(slot for slot in dict.fromkeys(wanted) if slot not in viewed)
@@ -157,11 +170,45 @@ def cut(closed: Any, shapes: Any, *, small: int = SMALL) -> Traced:
     moving = [op for op in computed if op.moves]
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
+    taken = slots(itertools.chain(*(op.takes for op in (*computed, *late, *views)), makes))
+    seeds = tuple(sorted(seeds.intersection(taken)))
     treedef = jax.tree.structure(shapes)
     payload = _payload_round(found, computed)
     return Traced(
-        found, payload, computations, views, sources, late, constants, takes, tuple(makes), treedef
-    )
+        found, payload, computations, views, sources, late, seeding, seeds, constants, takes,
+        tuple(makes), treedef,
+    )  # fmt: skip
+
+
+def _of_words(
+    operations: Iterable[Operation], words: Iterable[Slot], constants: Mapping[Slot, Any]
+) -> tuple[tuple[Operation, ...], set[Slot]]:
+    """Small operations that compute seeds, and the slots of all that depends on the words.
+
+    The operations are those that depend on the words and on constants alone, and those without
+    arguments that they need.
+    """
+    seeds, free = set(words), dict.fromkeys(constants, ())
+    found: dict[tuple[Slot, ...], Operation] = {}
+    for op in operations:
+        takes, sizes = slots(op.takes), [x.aval.size for x in op.equation.outvars]  # type: ignore[attr-defined]
+        if op.moves or max(sizes, default=0) > SEEDS or not seeds.union(free).issuperset(takes):
+            continue
+        # Operations without arguments that this one needs: they are made for the seeds, too.
+        needs = tuple(itertools.chain(*(free.get(slot, ()) for slot in takes)))
+        if seeds.isdisjoint(takes):
+            free |= dict.fromkeys(op.makes, (*needs, op))
+        else:
+            found |= {need.makes: need for need in needs} | {op.makes: op}
+            seeds.update(op.makes)
+    return tuple(found.values()), seeds
+
+
+def seeds_of(traced: Traced, words: Array) -> dict[Slot, Array]:
+    """The values of `Traced.seeds`, from the words of a key."""
+    values = traced.constants | {traced.takes[-1]: words}
+    run(traced.seeding, values)
+    return {slot: values[slot] for slot in traced.seeds}
 
 
 def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Operation]) -> int:
@@ -260,10 +307,12 @@ class Progress:
         """The values that the last kernels take, once these have run."""
 
     @classmethod
-    def start(cls, traced: Traced, *args: Any) -> "Progress":
-        """A call with these arguments, of which nothing has run."""
+    def start(
+        cls, traced: Traced, *args: Any, seeds: Mapping[Slot, Array] = MappingProxyType({})
+    ) -> "Progress":
+        """A call with these arguments, and the values of `Traced.seeds`: nothing has run."""
         values = dict(zip(traced.takes, jax.tree.leaves(args), strict=True))
-        return cls(traced, values | traced.constants, list(traced.takes))
+        return cls(traced, values | traced.constants | dict(seeds), list(traced.takes))
 
     @property
     def ready(self) -> list[Array]:

@@ -37,7 +37,7 @@ from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
-from dynamiq_jax.training.interleaved import Pipeline, Traces, announce, arrive, send
+from dynamiq_jax.training.interleaved import Pipeline, Seeds, Traces, announce, arrive, send
 from dynamiq_jax.training.phases import Progress
 
 Function = Callable[[Any, Any], Any]
@@ -208,8 +208,9 @@ class _Chain(NamedTuple):
     ) -> tuple[Any, Any]:
         """The last function's result without a derivative, and the copies if they are pending."""
         taken, current = self._taken(params, copies, pending), []
+        seeds = self._seeds(words, pending)
         for part, own in zip(self.parts, taken, strict=True):
-            progress = self._gather(part, own, words, pending)
+            progress = self._gather(part, own, seeds, pending)
             arrive(progress, send(progress, ()))
             whole = own if progress is None else progress.result
             x = part.function(self.axis.to_varying(whole), x)
@@ -221,8 +222,9 @@ class _Chain(NamedTuple):
     ) -> tuple[Any, Any]:
         """What `run` returns, and all that the backward pass needs."""
         taken, kept, current = self._taken(params, copies, pending), [], []
+        seeds = self._seeds(words, pending)
         pairs = zip(self.parts, taken, strict=True)
-        gathers = [self._gather(*pair, words, pending) for pair in pairs]
+        gathers = [self._gather(*pair, seeds, pending) for pair in pairs]
         later = [*gathers, None, None, None]
         x = send(gathers[0], announce(later[1], later[2], x))
         x = arrive(gathers[0], x)
@@ -244,9 +246,10 @@ class _Chain(NamedTuple):
         """The gradients of the parameters, reduced, and of ``x``; current copies have none."""
         gradient, _ = gradients
         (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
-        pipeline, begun = Pipeline(words), []
+        seeds = self._seeds(words, None)
+        pipeline, begun = Pipeline(seeds), []
         triples = zip(self.parts, shards, payloads, strict=True)
-        gathers = [self._gather(part, own, words, None, payload) for part, own, payload in triples]
+        gathers = [self._gather(part, own, seeds, None, payload) for part, own, payload in triples]
         gradient = arrive(gathers[-1], send(gathers[-1], gradient))
         before = [None, *gathers[:-1]]
         for part, pull, mine, coming in reversed(
@@ -269,11 +272,15 @@ class _Chain(NamedTuple):
             return pairs
         return self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
+    def _seeds(self, words: Array | None, pending: Pending | None) -> Seeds:
+        """The seeds of gathers: of differences by the key of the update that left them."""
+        return Seeds(words if pending is None else pending.words, len(self.parts))
+
     def _gather(
         self,
         part: _Part,
         own: Any,
-        words: Array | None,
+        seeds: Seeds,
         pending: Pending | None,
         payload: Any = None,
     ) -> Progress | None:
@@ -290,10 +297,10 @@ class _Chain(NamedTuple):
                 return told.current(masters, copies, words, specs)
 
             own = own, pending.ready
-            return self.traces.start(current, own, pending.words, part.number, specs)
+            return self.traces.start(current, own, seeds, part.number, specs)
         if not part.reducer.gathers:
             return None
-        progress = self.traces.start(part.reducer.whole, own, words, part.number, specs)
+        progress = self.traces.start(part.reducer.whole, own, seeds, part.number, specs)
         return progress if payload is None else progress.arrived(payload)
 
 
