@@ -27,7 +27,13 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import is_key, leaf_specs
-from dynamiq_jax.training.value_and_grad import check_names, gradients, mesh_around
+from dynamiq_jax.training.value_and_grad import (
+    ForAuto,
+    Wanted,
+    check_names,
+    gradients,
+    mesh_around,
+)
 
 __all__ = ["value_and_grad"]
 
@@ -98,47 +104,100 @@ def value_and_grad(
     """
     axis = check_axis(axis_name)
     total = Reduction(axis, as_compression(compression, method=method), op)
-    several = isinstance(argnums, Sequence)
-    told = [
-        own if isinstance(own, nnx.DiffState) else nnx.DiffState(own, nnx.Param)
-        for own in (argnums if isinstance(argnums, Sequence) else (argnums,))
-    ]
-    filters = [nnx.filterlib.to_predicate(own.filter) for own in told]
+    wanted = Wanted(total, 0, has_aux=True, metrics=metrics, reduces=reduce, gathers=gather)
+    choice = _Choice.of(argnums)
 
-    def chosen(path: tuple, x: Any) -> bool:
+    def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
+        check_names(loss_fn, args, key=key, state=state)
+        call, modules, batch = _Call.of(args, kwargs, choice.numbers(len(args)))
+        graph, chosen, variables = nnx.split(modules, choice.takes, ...)
+        params = choice.params(chosen, args, call.numbers)
+        pure = _Pure(loss_fn, has_aux, axis, choice, call, graph)
+        weigh = None if weight is None else functools.partial(pure.weight, weight)
+        told = ForAuto(specs, batch_specs, aux, weigh)
+        around = mesh_around(params) if mesh is None else mesh
+        if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
+            whole = [("a variable", P())] * len(jax.tree.leaves(variables))
+            leaves = call.leaf_specs(batch_specs, loss_fn, batch, axis)
+            told = told._replace(aux=(aux, "same"), batch_specs=lambda _: whole + leaves)
+        grad_fn = gradients(functools.partial(_Pure.loss, pure), wanted, mesh, told)
+        (value, (more, changes)), grads = grad_fn(params, variables, *batch, key=key, state=state)
+        _write(call, modules, _flat((choice.joined(params), variables)), changes)
+        return ((value, more) if has_aux else value), grads
+
+    return of_modules
+
+
+class _Choice(NamedTuple):
+    """The variables that ``argnums`` names: of some arguments those that pass a filter."""
+
+    argnums: Any
+    several: bool
+    """Whether gradients come in a tuple."""
+    positions: list[int]
+    filters: list[Callable[[tuple, Any], bool]]
+    """The filter of each position."""
+
+    @classmethod
+    def of(cls, argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState]) -> "_Choice":
+        """The choice; a number stands for all parameters of an argument."""
+        told = argnums if isinstance(argnums, Sequence) else (argnums,)
+        states = [x if isinstance(x, nnx.DiffState) else nnx.DiffState(x, nnx.Param) for x in told]
+        filters = [nnx.filterlib.to_predicate(x.filter) for x in states]
+        return cls(argnums, isinstance(argnums, Sequence), [x.argnum for x in states], filters)
+
+    def numbers(self, count: int) -> list[int]:
+        """The numbers of the arguments, of so many positional ones."""
+        found = [i % count for i in self.positions if -count <= i < count]
+        if len({*found}) < len(self.positions):
+            raise ValueError(
+                f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
+                "each number once, and modules by position"
+            )
+        return found
+
+    def takes(self, path: tuple, x: Any) -> bool:
         """Whether a leaf of `_Call.modules` is differentiated."""
         kind, number, *rest = path
-        return kind == 0 and filters[number](tuple(rest), x)
+        return kind == 0 and self.filters[number](tuple(rest), x)
 
-    def joined(params: Any) -> nnx.State:
-        """The variables that are differentiated, as a state of `_Call.modules`."""
-        return nnx.State({0: dict(enumerate(params if several else (params,)))})
+    def params(self, chosen: nnx.State, args: tuple, numbers: Sequence[int]) -> Any:
+        """The variables as parameters; refuses an argument that has none."""
+        own = tuple(chosen.get(0, {}).get(i, nnx.State({})) for i in range(len(numbers)))
+        for number, state, keep in zip(numbers, own, self.filters, strict=True):
+            # A module that stands before among the arguments has its variables there.
+            if not state and not nnx.state(args[number], keep):
+                raise ValueError(
+                    f"argnums={self.argnums!r} selects no variable of argument {number}, and the "
+                    f"loss got {len(args)} positional arguments; pass modules by position, and a "
+                    "filter that some of their variables pass"
+                )
+        return own if self.several else own[0]
 
-    def weigh(call: "_Call", graph: Any, params: Any, variables: Any, *batch: Any) -> Any:
-        assert weight is not None
-        modules = nnx.merge(graph, joined(params), variables, copy=True)
-        args, kwargs = call.arguments(modules, batch)
-        return weight(*args, **kwargs)
+    def joined(self, params: Any) -> nnx.State:
+        """The variables as a state of `_Call.modules`, from parameters."""
+        return nnx.State({0: dict(enumerate(params if self.several else (params,)))})
 
-    def pure(call: "_Call", graph: Any, params: Any, variables: Any, *batch: Any) -> Any:
-        """The loss, and aux with the variables that the loss changes."""
-        if axis.mapped:  # this worker's keys, of all workers' keys
-            fold = jnp.vectorize(lambda key: jax.random.fold_in(key, axis.index))
+
+class _Pure(NamedTuple):
+    """The loss as a function of states of modules, whose graph is known."""
+
+    loss_fn: Callable[..., Any]
+    has_aux: bool
+    axis: Axis
+    choice: _Choice
+    call: "_Call"
+    graph: Any
+
+    def loss(self, params: Any, variables: Any, *batch: Any) -> tuple[Any, tuple[Any, Any]]:
+        """The loss, and its aux with the variables that it changes."""
+        if self.axis.mapped:  # this worker's keys, of all workers' keys
+            fold = jnp.vectorize(lambda key: jax.random.fold_in(key, self.axis.index))
             variables = jax.tree.map(lambda x: fold(x) if is_key(x) else x, variables)
-
-        def run(params: Any, variables: Any, *batch: Any) -> tuple[Any, Any, tuple[Any, Any]]:
-            """The loss's result, then the graph, and the two states, after it."""
-            modules = nnx.merge(graph, joined(params), variables, copy=True)
-            args, kwargs = call.arguments(modules, batch)
-            value = loss_fn(*args, **kwargs)
-            after, own, rest, *_ = nnx.split(modules, chosen, ...)
-            return value, after, (own, rest)
-
         given = params, variables, *batch
-        value, after, states = run(*given)
-        states_of = lambda *args: run(*args)[2]
+        value, after, states = self._run(*given)
         try:
-            alike = after == graph
+            alike = after == self.graph
         except jax.errors.TracerBoolConversionError:  # an array became a static attribute
             alike = False
         if not alike:
@@ -146,52 +205,28 @@ def value_and_grad(
                 "the loss adds or removes variables or attributes of its modules; do this outside "
                 "of the loss, and return captured values as aux"
             )
-        value, more = value if has_aux else (value, None)
-        before = _flat((joined(params), variables))
+        value, more = value if self.has_aux else (value, None)
+        states_of = lambda *given: self._run(*given)[2]
+        before = _flat((self.choice.joined(params), variables))
         changes = _changes(before, _flat(states), states_of, given)
-        _check_changes(call, changes, before, states_of, given, axis)
+        _check_changes(self.call, changes, before, states_of, given, self.axis)
         return value, (more, changes)
 
-    def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:
-        check_names(loss_fn, args, key=key, state=state)
-        numbers = _positions(argnums, [own.argnum for own in told], len(args))
-        call, modules, batch = _Call.of(args, kwargs, numbers)
-        graph, found, variables = nnx.split(modules, chosen, ...)
-        params = tuple(found.get(0, {}).get(i, nnx.State({})) for i in range(len(numbers)))
-        for number, own, keep in zip(numbers, params, filters, strict=True):
-            # A module that stands before among the arguments has its variables there.
-            if not own and not nnx.state(args[number], keep):
-                raise ValueError(
-                    f"argnums={argnums!r} selects no variable of argument {number}, and the loss "
-                    f"got {len(args)} positional arguments; pass modules by position, and a "
-                    "filter that some of their variables pass"
-                )
-        params = params if several else params[0]
-        around = mesh_around(params) if mesh is None else mesh
-        own = {"specs": specs, "weight": weight and functools.partial(weigh, call, graph)}
-        own |= {"aux": aux, "batch_specs": batch_specs}
-        if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
-            whole = [("a variable", P())] * len(jax.tree.leaves(variables))
-            leaves = call.leaf_specs(batch_specs, loss_fn, batch, axis)
-            own |= {"aux": (aux, "same"), "batch_specs": lambda _: whole + leaves}
-        options = {"metrics": metrics, "reduces": reduce, "gathers": gather, "for_auto": own}
-        of_graph = functools.partial(pure, call, graph)
-        grad_fn = gradients(of_graph, total, argnums=0, has_aux=True, mesh=mesh, **options)
-        (value, (more, changes)), grads = grad_fn(params, variables, *batch, key=key, state=state)
-        _write(call, modules, _flat((joined(params), variables)), changes)
-        return ((value, more) if has_aux else value), grads
+    def weight(self, weight: Callable[..., Any], params: Any, variables: Any, *batch: Any) -> Any:
+        """The weight of a worker, by a function of the loss's arguments."""
+        args, kwargs = self.call.arguments(self._modules(params, variables), batch)
+        return weight(*args, **kwargs)
 
-    return of_modules
+    def _modules(self, params: Any, variables: Any) -> Any:
+        return nnx.merge(self.graph, self.choice.joined(params), variables, copy=True)
 
-
-def _positions(argnums: Any, numbers: list[int], count: int) -> list[int]:
-    """The numbers of positional arguments, of so many, that ``argnums`` selects."""
-    if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
-        raise ValueError(
-            f"argnums={argnums!r}, and the loss got {count} positional arguments; pass each "
-            "number once, and modules by position"
-        )
-    return [i % count for i in numbers]
+    def _run(self, params: Any, variables: Any, *batch: Any) -> tuple[Any, Any, tuple[Any, Any]]:
+        """The loss's result, then the graph, and the two states, after it."""
+        modules = self._modules(params, variables)
+        args, kwargs = self.call.arguments(modules, batch)
+        value = self.loss_fn(*args, **kwargs)
+        after, own, rest, *_ = nnx.split(modules, self.choice.takes, ...)
+        return value, after, (own, rest)
 
 
 def _is_module(x: Any) -> bool:

@@ -36,10 +36,10 @@ class Launch(NamedTuple):
     """The shape of the result."""
     dtype: Any
     """The dtype of the result."""
-    replaces: int | None
-    """The operand that the result takes the place of, if any."""
     static: tuple[tuple[str, Any], ...]
     """The kernel's keyword arguments."""
+    replaces: int | None = None
+    """The operand that the result takes the place of, if any."""
 
 
 class Lowering(Protocol):
@@ -202,11 +202,18 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
     tile.by_width(tiles_ref, chunk, branch, total.astype(jnp.float32))
 
 
-def decode_tile(
-    payload: Payload, rows, noise: tuple, record: tuple, mean_sum_ref, out_ref, divisor, tile: Tile
-):
-    """Decodes the finished super-groups ``rows`` to those of ``out_ref``; see `encode_tile`."""
-    tiles_ref, chunk = record
+class Finish(NamedTuple):
+    """How sums are finished, and where they go."""
+
+    mean_sum_ref: Any
+    """The sums of means; `None`: they are zero."""
+    out_ref: Any
+    divisor: int
+
+
+def decode_tile(payload: Payload, rows, noise: tuple, record: tuple, finish: Finish, tile: Tile):
+    """Decodes the finished super-groups ``rows`` to those of the result; see `encode_tile`."""
+    (tiles_ref, chunk), (mean_sum_ref, out_ref, divisor) = record, finish
 
     def branch(offset, w):
         def decode_record(mean_sum):
@@ -251,7 +258,8 @@ def _decode_kernel(
     rows = tile.rows(order_ref, chunk)
     payload, noise = tile.payload(payloads_ref, (tile.c,)), (noise_ref, (tile.c,))
     record = tiles_ref, chunk
-    decode_tile(payload, rows, noise, record, mean_sum_ref, out_ref, divisor, tile)
+    finish = Finish(mean_sum_ref, out_ref, divisor)
+    decode_tile(payload, rows, noise, record, finish, tile)
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "lowering"))
@@ -272,18 +280,20 @@ def deal(energy, taken, upgrades: Upgrades, shape: tuple[int, int], *, lowering:
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt, lowering: Lowering):
     """See `pallas_kernels.compress`."""
-    return _encode_call("compress", (), source, chunks, target, skip, fmt, lowering)
+    return _encode_call((), source, chunks, target, skip, fmt, lowering)
 
 
 def decompress_accumulate_recompress(
     inputs: tuple[Input, ...], source: Source, chunks, target: Target, *, fmt, lowering: Lowering
 ):
     """See `pallas_kernels.decompress_accumulate_recompress`."""
-    name = "decompress_accumulate_recompress"
-    return _encode_call(name, inputs, source, chunks, target, None, fmt, lowering)
+    return _encode_call(inputs, source, chunks, target, None, fmt, lowering)
 
 
-def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt, lowering):
+def _encode_call(
+    inputs: tuple[Input, ...], source: Source, chunks, target: Target, skip, fmt, lowering: Lowering
+):
+    """A call that encodes sums, of ``source`` alone if there are no inputs."""
     rows = rows_of(source.x, fmt.super_group_size)
     flat, arrived = _input_operands(inputs, fmt)
     skipped = () if skip is None else (_scalar(skip),)
@@ -299,8 +309,9 @@ def _encode_call(name, inputs, source: Source, chunks, target: Target, skip, fmt
     }
     tiles, count = target.tiles.shape[1], chunks.shape[0]
     shape, dtype = (count, target.payload_words), jnp.dtype(jnp.uint32)
-    static = tuple(static.items())
-    launch = Launch(_encode_kernel, name, fmt, tiles, count, shape, dtype, None, static)
+    name = "decompress_accumulate_recompress" if inputs else "compress"
+    kept = tuple(static.items())
+    launch = Launch(_encode_kernel, name, fmt, tiles, count, shape, dtype, kept)
     return _launched(operands, launch=launch, lowering=lowering)
 
 
@@ -315,13 +326,20 @@ def decompress_accumulate(
         level_tables(fmt), *flat,
     )  # fmt: skip
     static = {
+        "divisor": result.divisor,
         "n_rows": rows.shape[0],
         "with_mean": source.mean is not None,
         "arrived": arrived,
     }
-    tiles = source.order.shape[1] // TILE_ROWS
-    name, count = "decompress_accumulate", chunks.shape[0]
-    return _finish_call(_finish_kernel, name, tiles, count, operands, result, fmt, lowering, static)
+    name, tiles, count = (
+        "decompress_accumulate",
+        source.order.shape[1] // TILE_ROWS,
+        chunks.shape[0],
+    )
+    shape, dtype = (result.rows, fmt.super_group_size), jnp.dtype(result.dtype)
+    kept = tuple(static.items())
+    launch = Launch(_finish_kernel, name, fmt, tiles, count, shape, dtype, kept)
+    return _finish_call(launch, operands, result.into, lowering)
 
 
 def decompress(
@@ -330,22 +348,18 @@ def decompress(
     """See `pallas_kernels.decompress`."""
     words = noise if fmt.dither else jnp.zeros((1, NOISE_WORDS), jnp.uint32)
     operands = result.mean_sum, result.order, tiles, chunks, level_tables(fmt), words, payloads
-    name, count = "decompress", payloads.shape[0]
-    if result.into is None and count < tiles.shape[0]:
-        # Later calls write into the result: with an empty one they are of the same kernel.
-        empty = lax.empty((result.rows, fmt.super_group_size), result.dtype)
-        result = result._replace(into=empty)
-    return _finish_call(
-        _decode_kernel, name, tiles.shape[1], count, operands, result, fmt, lowering, {}
-    )
-
-
-def _finish_call(kernel, name, tiles, chunks, operands, result: Result, fmt, lowering, static):
-    """A call that writes ``result``; what it is written into is the last operand."""
-    into = result.into is not None
-    operands = (*operands, result.into) if into else operands
     shape, dtype = (result.rows, fmt.super_group_size), jnp.dtype(result.dtype)
-    static = (("divisor", result.divisor), *static.items())
-    replaces = len(operands) - 1 if into else None
-    launch = Launch(kernel, name, fmt, tiles, chunks, shape, dtype, replaces, static)
+    count, into = payloads.shape[0], result.into
+    if into is None and count < tiles.shape[0]:
+        # Later calls write into the result: with an empty one they are of the same kernel.
+        into = lax.empty(shape, result.dtype)
+    kept = (("divisor", result.divisor),)
+    launch = Launch(_decode_kernel, "decompress", fmt, tiles.shape[1], count, shape, dtype, kept)
+    return _finish_call(launch, operands, into, lowering)
+
+
+def _finish_call(launch: Launch, operands: tuple, into, lowering: Lowering):
+    """The result of a launch, written into an array if there is one, its last operand then."""
+    if into is not None:
+        launch, operands = launch._replace(replaces=len(operands)), (*operands, into)
     return _launched(operands, launch=launch, lowering=lowering)

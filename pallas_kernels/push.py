@@ -28,7 +28,7 @@ from pallas_kernels import mosaic
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.backend import check_push
 from pallas_kernels.format import TILE_ROWS, Input, Result, Source, WireFormat
-from pallas_kernels.kernels import accumulate, decode_tile, encode_tile, load, rows_of
+from pallas_kernels.kernels import Finish, accumulate, decode_tile, encode_tile, load, rows_of
 from pallas_kernels.mosaic import THREADS
 from pallas_kernels.tile import level_tables
 
@@ -248,6 +248,140 @@ class _Everywhere(NamedTuple):
             payload.store_plane(offset, fields, bits)
 
 
+class _References(NamedTuple):
+    """What the kernel of an all-reduce reads and writes; `None` for operands it does without."""
+
+    x: Any
+    mean: Any
+    order: Any
+    mean_sum: Any
+    first: Any
+    """The records of gradients, and of sums."""
+    last: Any
+    noise: Any
+    table: Any
+    out: Any
+    came: Any
+    """Payloads of gradients, by the worker that they are from, and of sums, by that they are of."""
+    sums: Any
+    met: Any
+    """The counter of `_meet`."""
+
+    @classmethod
+    def of(cls, operands: tuple, refs: tuple) -> "_References":
+        """The references of the operands that are not `None`, of results and of the counter."""
+        found = iter(refs)
+        return cls(*(None if x is None else next(found) for x in operands), *found)
+
+
+class _Facts(NamedTuple):
+    """The static facts of an all-reduce."""
+
+    axes: dict[str, int]
+    fmt: WireFormat
+    even: bool
+    n_rows: int
+    """Super-groups of a gradient."""
+    n_tiles: int
+    """Tiles of a chunk."""
+    divisor: int
+
+    @property
+    def workers(self) -> int:
+        """Workers, each of which sums one chunk."""
+        return math.prod(self.axes.values())
+
+    @property
+    def parts(self) -> int:
+        """The parts of a chunk, which blocks share out among themselves."""
+        return mosaic.parts_of(self.fmt, self.n_tiles)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, all of which are resident at once."""
+        return min(self.parts, resident(self.fmt) * _multiprocessors())
+
+
+class _Block(NamedTuple):
+    """A block of one worker's all-reduce, which goes through the same tiles of every chunk."""
+
+    facts: _Facts
+    refs: _References
+    me: Any
+    """This worker's number."""
+    number: Any
+    """The block's number."""
+    turns: Any
+    """How many parts of a chunk are the block's: its number, and every so many after it."""
+
+    @classmethod
+    def running(cls, facts: _Facts, refs: _References) -> "_Block":
+        """The block that runs."""
+        me, number = _number(facts.axes), lax.axis_index("pushed_part")
+        turns = lax.div(facts.parts - 1 - number, facts.blocks) + 1
+        return cls(facts, refs, me, number, turns)
+
+    def each(self, count: int, run) -> None:
+        """``run(i, tile)`` for i below ``count`` and every tile of this block."""
+        facts = self.facts
+
+        def step(at, _):
+            part = self.number + lax.rem(at, self.turns) * facts.blocks
+            table, tiles = self.refs.table, facts.n_tiles
+            tile = mosaic.tile_of(facts.fmt, table, tiles, part, 0, fresh=True)
+            run(lax.div(at, self.turns), tile)
+            return 0
+
+        lax.fori_loop(0, count * self.turns, step, 0)
+
+    def send(self, i, tile) -> None:
+        """Encodes a tile of the chunk of peer ``i`` into that peer's memory."""
+        refs = self.refs
+        peer, place = peer_of(self.me, i, self.facts.axes)
+        rows = self._rows(tile, peer)
+        values = load(refs.x, refs.mean, rows, self.facts.n_rows, tile)
+        payload = tile.payload(plgpu.remote_ref(refs.came, place), (self.me, 0))
+        record = self._record(refs.first, peer)
+        encode_tile(values, rows, (refs.noise, (self.me,)), record, payload, tile)
+
+    def add(self, _, tile) -> None:
+        """Adds up a tile of this worker's chunk, and encodes the sum into the memory of all."""
+        refs, me, axes = self.refs, self.me, self.facts.axes
+        rows = self._rows(tile, me)
+        own = load(refs.x, refs.mean, rows, self.facts.n_rows, tile)
+        skip: Any = (me,)  # as a reference of one number is read
+        arrived = Input(refs.came, refs.first, skip, refs.noise)
+        chunk = self._record(refs.first, me)[1]
+        total = accumulate(own, [[arrived]], rows, chunk, tile)
+        places = [peer_of(me, i, axes)[1] for i in range(self.facts.workers - 1)]
+        sums = refs.sums, *(plgpu.remote_ref(refs.sums, place) for place in places)
+        payload = _Everywhere([tile.payload(ref, (me,)) for ref in sums])
+        record = self._record(refs.last, me)
+        encode_tile(total, rows, (refs.noise, (me,)), record, payload, tile)
+
+    def read(self, owner, tile) -> None:
+        """Decodes a tile of the sums of worker ``owner``."""
+        refs = self.refs
+        rows, payload = self._rows(tile, owner), tile.payload(refs.sums, (owner,))
+        record, noise = self._record(refs.last, owner), (refs.noise, (owner,))
+        finish = Finish(refs.mean_sum, refs.out, self.facts.divisor)
+        decode_tile(payload, rows, noise, record, finish, tile)
+
+    def meet(self, meeting: int) -> None:
+        """See `_meet`."""
+        _meet(self.refs.met, meeting, self.me, self.facts.axes)
+
+    def _rows(self, tile, chunk):
+        """The super-groups of a tile of a chunk."""
+        if self.refs.order is not None:
+            return tile.rows(self.refs.order, chunk)
+        return (chunk * self.facts.n_tiles + tile.t) * TILE_ROWS + tile.row
+
+    def _record(self, ref, chunk) -> tuple[Any, Any]:
+        """A chunk's row of records, which is the first one if all have the same."""
+        return ref, 0 if self.facts.even else chunk
+
+
 def all_reduce(
     source: Source,
     tiles: tuple[Any, ...],
@@ -261,82 +395,30 @@ def all_reduce(
 ):
     """See `pallas_kernels.all_reduce`."""
     check_push(tuple(axes))
-    n, x = math.prod(axes.values()), rows_of(source.x, fmt.super_group_size)
-    n_tiles = tiles[0].shape[1]
-    parts = mosaic.parts_of(fmt, n_tiles)
-    blocks = min(parts, resident(fmt) * _multiprocessors())
+    x = rows_of(source.x, fmt.super_group_size)
+    facts = _Facts(axes, fmt, even, x.shape[0], tiles[0].shape[1], result.divisor)
     dealt = (None, None) if even else (source.order, result.mean_sum)
     tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
     operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)
     passed = [operand for operand in operands if operand is not None]
 
     def kernel(*refs):
-        refs = iter(refs)
-        of_operands: Any = [None if operand is None else next(refs) for operand in operands]
-        x_ref, mean_ref, order_ref, mean_sum_ref, first_ref, last_ref, noise_ref, table_ref = (
-            of_operands
-        )
-        out_ref, came_ref, sums_ref, met = refs
-        me, block = _number(axes), lax.axis_index("pushed_part")
-        turns = lax.div(parts - 1 - block, blocks) + 1  # parts block, block + blocks, ...
-
-        def each(count, run):
-            """``run(i, tile)`` for i below ``count`` and every tile of this block."""
-
-            def step(at, _):
-                part = block + lax.rem(at, turns) * blocks
-                tile = mosaic.tile_of(fmt, table_ref, n_tiles, part, 0, fresh=True)
-                run(lax.div(at, turns), tile)
-                return 0
-
-            lax.fori_loop(0, count * turns, step, 0)
-
-        def rows_of_chunk(tile, chunk):
-            if order_ref is not None:
-                return tile.rows(order_ref, chunk)
-            return (chunk * n_tiles + tile.t) * TILE_ROWS + tile.row
-
-        def record(ref, chunk):
-            return ref, 0 if even else chunk
-
-        def send(i, tile):
-            peer, place = peer_of(me, i, axes)
-            rows = rows_of_chunk(tile, peer)
-            values = load(x_ref, mean_ref, rows, x.shape[0], tile)
-            payload = tile.payload(plgpu.remote_ref(came_ref, place), (me, 0))
-            encode_tile(values, rows, (noise_ref, (me,)), record(first_ref, peer), payload, tile)
-
-        def add(_, tile):
-            rows = rows_of_chunk(tile, me)
-            total = load(x_ref, mean_ref, rows, x.shape[0], tile)
-            skip: Any = (me,)  # as a reference of one number is read
-            arrived = Input(came_ref, first_ref, skip, noise_ref)
-            total = accumulate(total, [[arrived]], rows, record(first_ref, me)[1], tile)
-            places = [peer_of(me, i, axes)[1] for i in range(n - 1)]
-            refs = sums_ref, *(plgpu.remote_ref(sums_ref, place) for place in places)
-            payload = _Everywhere([tile.payload(ref, (me,)) for ref in refs])
-            encode_tile(total, rows, (noise_ref, (me,)), record(last_ref, me), payload, tile)
-
-        def read(owner, tile):
-            rows, payload = rows_of_chunk(tile, owner), tile.payload(sums_ref, (owner,))
-            where, noise = record(last_ref, owner), (noise_ref, (owner,))
-            decode_tile(payload, rows, noise, where, mean_sum_ref, out_ref, result.divisor, tile)
-
-        each(n - 1, send)
-        _meet(met, 0, me, axes)
-        each(1, add)
-        _meet(met, 1, me, axes)
-        each(n, read)
+        block = _Block.running(facts, _References.of(operands, refs))
+        block.each(facts.workers - 1, block.send)
+        block.meet(0)
+        block.each(1, block.add)
+        block.meet(1)
+        block.each(facts.workers, block.read)
 
     kernel.__name__ = "dynamiq_push_all_reduce"
-    shapes = [(n, 1, words[0]), (n, words[1])]
+    shapes = [(facts.workers, 1, words[0]), (facts.workers, words[1])]
     return _alone(
         kernel,
         out_type=[
             shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),
             *(shape_struct(shape, jnp.uint32, *passed) for shape in shapes),
         ],
-        grid=(blocks,),
+        grid=(facts.blocks,),
         grid_names=("pushed_part",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],
         compiler_params=plgpu.CompilerParams(

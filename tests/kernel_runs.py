@@ -11,7 +11,7 @@ import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.dynamiq.allocation import allocate
-from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
+from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, upgrades_of
 
 FORMATS = {
@@ -58,7 +58,8 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
     stages = dq.Ring().stages(2)
     options = {"widths": fmt.widths, "floor": None, "balance": 0.8}
     allocation = allocate(stages, fmt, bits=bits, **options)
-    layout = make_layout(size, 2, stages, bits=bits, allocation=allocation, stats_per_super_group=2)
+    transfers = Transfers(2, stages)
+    layout = make_layout(size, transfers, bits=bits, allocation=allocation, stats_per_super_group=2)
 
     @jax.jit
     def make(key):

@@ -1,4 +1,5 @@
-"""The house: few frames from a call to its collective, few climbs, wings that import downwards."""
+"""The house: few frames from a call to its collective, few climbs, wings that import downwards,
+functions that are short and take few arguments."""
 
 import ast
 import dataclasses
@@ -6,6 +7,7 @@ import functools
 import importlib
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -19,9 +21,12 @@ from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.request.compression
+import pallas_kernels as pk
 
 ROOT = Path(dq.__file__).parent
+ROOTS = ROOT, Path(pk.__file__).parent
 MOST_CLIMBS, MOST_FLOORS = 2, 12
+MOST_LINES, MOST_ARGUMENTS = 60, 7
 
 
 @functools.cache
@@ -238,3 +243,77 @@ def calls_of_public_functions() -> set[str]:
 
 def test_no_public_function_calls_a_public_function():
     assert not calls_of_public_functions()
+
+
+LONG = {
+    "dynamiq_jax/optax/sharded.py: _Update.__call__",
+    "dynamiq_jax/optax/sharded.py: sharded",
+}
+"""Functions that are longer than others may be."""
+
+MANY_ARGUMENTS = {
+    "pallas_kernels/kernels.py: _decode_kernel",
+    "pallas_kernels/kernels.py: _encode_kernel",
+    "pallas_kernels/kernels.py: _finish_kernel",
+    "pallas_kernels/push.py: all_reduce",
+    "pallas_kernels/triton.py: _begin_kernel",
+    "pallas_kernels/triton.py: _place_kernel",
+}
+"""Functions that take more arguments than others may: Pallas gives kernels their references one by
+one, and the push kernel takes what `pallas_kernels.all_reduce` takes."""
+
+
+def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
+    """The text "file: function" and the code of every function of both packages."""
+
+    def inside(node, before):
+        for child in ast.iter_child_nodes(node):
+            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            name = [*before, child.name] if named else before
+            if isinstance(child, ast.FunctionDef):
+                yield ".".join(name), child
+            yield from inside(child, name)
+
+    for file in sorted(file for root in ROOTS for file in root.rglob("*.py")):
+        for name, node in inside(ast.parse(file.read_text()), []):
+            yield f"{file.relative_to(ROOT.parent)}: {name}", node
+
+
+def called_by_users() -> set[str]:
+    """The text "file: function" of public functions, methods of public classes, and commands."""
+    found = {name for name, _ in functions() if "/commands/" in name and name.endswith(": command")}
+    for module in (dq, dq.optax, dq.nnx, pk):
+        for public in (inspect.unwrap(getattr(module, name)) for name in module.__all__):
+            is_class = inspect.isclass(public)
+            if not is_class and not inspect.isfunction(public):
+                continue
+            file = Path(inspect.getfile(public)).relative_to(ROOT.parent)
+            methods = [f".{name}" for name in vars(public) if not name.startswith("_")]
+            found |= {
+                f"{file}: {public.__name__}{name}" for name in (methods if is_class else [""])
+            }
+    return found
+
+
+def lines(node: ast.FunctionDef) -> int:
+    """The lines of a function after its docstring."""
+    first = node.body[ast.get_docstring(node) is not None :]
+    return node.end_lineno - first[0].lineno + 1 if first else 0
+
+
+def arguments(node: ast.FunctionDef) -> int:
+    """The arguments of a function, but for a method's own object."""
+    found = [x.arg for x in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len(found) - (found[:1] in (["self"], ["cls"]))
+
+
+def test_functions_are_short():
+    assert {name for name, node in functions() if lines(node) > MOST_LINES} == LONG
+
+
+def test_functions_take_few_arguments():
+    """Users' functions may take more: their options stay what they are."""
+    public = called_by_users()
+    internal = [(name, node) for name, node in functions() if name not in public]
+    many = {name for name, node in internal if arguments(node) > MOST_ARGUMENTS}
+    assert many == MANY_ARGUMENTS

@@ -17,7 +17,7 @@ from workers import plan_widths
 import dynamiq_jax as dq
 from dynamiq_jax.core.seeds import statistics_seed
 from dynamiq_jax.methods.dynamiq.allocation import allocate, stage_bits, width_upgrades
-from dynamiq_jax.methods.dynamiq.layout import make_layout
+from dynamiq_jax.methods.dynamiq.layout import Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import make_plan, pack_statistics, upgrades_of
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 from pallas_kernels.energy import octave_end, steps_below
@@ -338,10 +338,11 @@ def test_only_the_narrowest_width_may_exceed_the_budget():
     of = functools.partial(allocate, stages, fmt, widths=(4, 8), floor=None, balance=None)
     # 100 coordinates are padded to 2 tiles, whose width of 4 cannot be met with 500 bits.
     options = {"stats_per_super_group": 2}
-    layout = make_layout(100, 2, stages, bits=5, allocation=of(bits=5), **options)
+    transfers = Transfers(2, stages)
+    layout = make_layout(100, transfers, bits=5, allocation=of(bits=5), **options)
     assert layout.payload_words == (fmt.tile_words(4),) * 2
     # A generous budget buys no more than the widest width can use.
-    layout = make_layout(10**6, 2, stages, bits=32, allocation=of(bits=32), **options)
+    layout = make_layout(10**6, transfers, bits=32, allocation=of(bits=32), **options)
     assert layout.payload_words == (layout.chunk_tiles * fmt.tile_words(8),) * 2
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def exact_of(axis: Axis, op: Op) -> Callable:
     return axis.pmean if op == "mean" else axis.psum
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "n_workers", "op", "sent"))
+@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "sent"))
 def reduce_leaves(
     values: dict[int, Array],
     key: Array | None,
@@ -85,7 +85,6 @@ def reduce_leaves(
     *,
     grouping: Grouping,
     axis: Axis,
-    n_workers: int,
     op: Op,
     sent: tuple[float, float] | None,
 ) -> tuple[dict[int, Array], list[State], Metrics | None]:
@@ -96,7 +95,7 @@ def reduce_leaves(
     """
     exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
     known: list[BucketMetrics] = []
-    if n_workers == 1:
+    if axis.size == 1:
         if sent is not None:
             alone = PayloadFacts(error=0.0)
             known = [bucket_metrics(concatenate(b, values), alone) for b in grouping.buckets]
@@ -106,14 +105,15 @@ def reduce_leaves(
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)
-        options = {"divisor": n_workers if op == "mean" else 1, "metrics": sent is not None}
+        divisor, metrics = axis.size if op == "mean" else 1, sent is not None
         run = axis.program(_reduce_bucket)
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
-            way = {"method": route.runner.of_bucket(bucket), "topology": route.flat}
+            method = route.runner.of_bucket(bucket)
+            way = _Way(axis, method, route.flat, divisor, metrics)
             x = concatenate(bucket, values)
             constants = lax.stop_gradient((x, seeds[number], after[number]))
-            total, (after[number], facts) = run(*constants, axis=axis, **way, **options)
+            total, (after[number], facts) = run(*constants, way=way)
             known.append(facts)
             values |= split(bucket, with_tangent(exact_reduce, x, total))
     if sent is None:
@@ -123,21 +123,24 @@ def reduce_leaves(
     return values, after, summarise(of_leaves, bits_per_coord=sent[0], wire_bytes=sent[1])
 
 
+class _Way(NamedTuple):
+    """How buckets are reduced: what is static of a `Call`, and the method that gets it."""
+
+    axis: Axis
+    method: Method
+    topology: Topology | None
+    divisor: int
+    metrics: bool
+
+
 # A function of its own in the program: buckets of the same size are traced and lowered once.
-@functools.partial(jax.jit, static_argnames=("axis", "method", "topology", "divisor", "metrics"))
+@functools.partial(jax.jit, static_argnames="way")
 def _reduce_bucket(
-    x: Array,
-    seed: Seed,
-    state: State,
-    *,
-    axis: Axis,
-    method: Method,
-    topology: Topology | None,
-    divisor: int,
-    metrics: bool,
+    x: Array, seed: Seed, state: State, *, way: _Way
 ) -> tuple[Array, tuple[State, BucketMetrics | None]]:
-    outcome = method.all_reduce(x, Call(axis, topology, seed, divisor, state, metrics))
-    known = bucket_metrics(outcome.value, outcome.facts) if metrics else None
+    call = Call(way.axis, way.topology, seed, way.divisor, state, way.metrics)
+    outcome = way.method.all_reduce(x, call)
+    known = bucket_metrics(outcome.value, outcome.facts) if way.metrics else None
     return outcome.value, (outcome.state, known)
 
 

@@ -107,45 +107,51 @@ def reduce_unreduced(
 
     own = dataclasses.replace(total, op="sum", specs=moving(terms))
     own = own.placed([targets[i] for i in moves], over=axes_above_one(axis.names, mesh.shape))
-    arguments, of_states = [moving(leaves), key], None
-    pairs = zip(terms, leaves, strict=True)
-    in_specs = [moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs]), P()]
-    scatters = any(own.splits)
-    if scatters:
-        own.check_scatter(state, metrics)
-        run: Any = own.scatter  # which `Reduction.reduce` would call, too
-        out_specs: Any = moving([scattered_spec(spec, axis) for spec in targets])
-    else:
-        run = functools.partial(own.reduce, metrics=metrics)
-        if state is not None:
-            run, state, of_states = _with_parts(run, state, own, moving(leaves), mesh)
-        out_specs = Reduced(moving(terms), of_states, P())  # type: ignore[arg-type]
-        arguments.append(state)
-        in_specs.append(of_states)
-    mapped = jax.shard_map(
-        run, mesh=mesh, in_specs=tuple(in_specs), out_specs=out_specs, check_vma=False
-    )
+    found = Reduced(moving(leaves), None, None)
+    if moves or state is not None or metrics:
+        pairs = zip(terms, leaves, strict=True)
+        given = moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs])
+        if any(own.splits):
+            own.check_scatter(state, metrics)
+            after = moving([scattered_spec(spec, axis) for spec in targets])
+            # `Reduction.reduce` would call this, too.
+            summed = _with_exact_tangent(own.scatter, mesh, (given, P()), after)
+            found = found._replace(tree=summed(moving(leaves), key))
+        else:
+            run, states, placed = functools.partial(own.reduce, metrics=metrics), state, None
+            if state is not None:
+                run, states, placed = _with_parts(run, state, own, moving(leaves), mesh)
+            after = Reduced(moving(terms), placed, P())  # type: ignore[arg-type]
+            summed = _with_exact_tangent(run, mesh, (given, P(), placed), after)
+            found = summed(moving(leaves), key, states)
+    done = dict(zip(moves, jax.tree.leaves(found.tree), strict=True))
+    sums = [resharded(done.get(i, x), mesh, targets[i]) for i, x in enumerate(leaves)]
+    return found._replace(tree=treedef.unflatten(sums))
+
+
+def _with_exact_tangent(
+    run: Callable[..., Any], mesh: AbstractMesh, in_specs: tuple, out_specs: Any
+) -> Callable[..., Any]:
+    """``run(terms, ...)`` mapped over the mesh, where its sums come first in the results.
+
+    The derivative is that of the exact sum: JAX transposes a map of unreduced arrays to n times too
+    much.
+    """
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     alone = jax.custom_batching.custom_vmap(mapped)
     alone.def_vmap(_refuse_vmap)
     summed = jax.custom_jvp(alone)
 
     @summed.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        """That of the exact sum: JAX transposes a map of unreduced arrays to n times too much."""
         found = summed(*primals)
-        results, structure = jax.tree.flatten(found)  # sums come first
+        results, structure = jax.tree.flatten(found)
         pairs = zip(jax.tree.leaves(tangents[0]), results, strict=False)
         exact = [resharded(x, mesh, P(*jax.typeof(y).sharding.spec.partitions)) for x, y in pairs]
         rest = map(zero_tangent, results[len(exact) :])
         return found, structure.unflatten([*exact, *rest])
 
-    found = Reduced(moving(leaves), None, None)
-    if moves or state is not None or metrics:
-        found = summed(*arguments)
-        found = Reduced(found, None, None) if scatters else found
-    done = dict(zip(moves, jax.tree.leaves(found.tree), strict=True))
-    sums = [resharded(done.get(i, x), mesh, targets[i]) for i, x in enumerate(leaves)]
-    return found._replace(tree=treedef.unflatten(sums))
+    return summed
 
 
 def _refuse_vmap(size: int, *_: Any) -> Any:

@@ -196,7 +196,6 @@ class Reduction:
         if any(self.splits):
             return Reduced(self._per_part(self.scatter, tree)(tree, key), None, None)
         sizes = axis_sizes(axis)
-        n_workers = math.prod(sizes)
         check_key(key, axis)
         values, treedef = jax.tree.flatten(tree)
         around = surroundings(axis)
@@ -233,7 +232,7 @@ class Reduction:
             routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
             traffic = explain_grouping(grouping, routes)
             sent = traffic.bits_per_coord, traffic.wire_bytes
-        ways = {"grouping": grouping, "axis": axis, "n_workers": n_workers, "op": op, "sent": sent}
+        ways = {"grouping": grouping, "axis": axis, "op": op, "sent": sent}
         run = functools.partial(axis.program(reduce_leaves), **ways)
         if grouping.buckets and around.open:
             opened = told_specs(tree, self.specs, around, grouping)

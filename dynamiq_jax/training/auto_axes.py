@@ -70,6 +70,18 @@ class StaticArguments(NamedTuple):
         return self.structure.unflatten(leaves)
 
 
+class _Known(NamedTuple):
+    """What is static of a call: the facts for which a program is compiled."""
+
+    told: StaticArguments
+    placed: tuple[P, ...]
+    """How every parameter is sharded."""
+    split: tuple[P, ...]
+    """How every array among the other arguments is split."""
+    folded: tuple[bool, ...]
+    """Which of these are keys into which workers fold their numbers."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class AutoGrad:
     """How to differentiate a loss under a map over Auto data axes, and how to sum its gradients.
@@ -144,17 +156,12 @@ class AutoGrad:
                     "every worker would keep whole gradients; leave reduce=False out, or replicate "
                     "the parameters over these axes"
                 )
-        known = told, placed, split, folded
+        known = _Known(told, placed, split, folded)
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
 
-    def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: tuple) -> Any:
-        """The value and the gradients of global arrays.
-
-        Known are the other arguments, the specs of parameters and of arrays, and which of the
-        latter are keys into which workers fold their numbers.
-        """
-        told, placed, split, folded = known
-        axis, others = self.axis, self.others
+    def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: _Known) -> Any:
+        """The value and the gradients of global arrays."""
+        axis, others, placed = self.axis, self.others, known.placed
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
@@ -167,17 +174,17 @@ class AutoGrad:
 
         def mapped(recorded: Recorded | None) -> Callable[..., Any]:
             return jax.shard_map(
-                functools.partial(self._of_worker, total, told, folded, recorded),
+                functools.partial(self._of_worker, known, total, recorded),
                 mesh=self.mesh,
                 axis_names=self.manual,
-                in_specs=(P(), P(), of_workers, list(split)),
+                in_specs=(P(), P(), of_workers, list(known.split)),
                 out_specs=(P(), (P(), of_workers), of_found),
             )
 
         try:
             value, aux, found = mapped(None)(params, key, state, arrays)
         except _RefusedError as refused:
-            recorded = self._recorded(told, refused)
+            recorded = self._recorded(known.told, refused)
             value, aux, found = mapped(recorded)(params, key, state, arrays)
         if others:
             leading = () if self.reduces else (axis.name,)
@@ -201,9 +208,8 @@ class AutoGrad:
 
     def _of_worker(
         self,
+        known: _Known,
         total: Reduction,
-        told: StaticArguments,
-        folded: tuple[bool, ...],
         recorded: Recorded | None,
         params: Any,
         key: Any,
@@ -211,9 +217,9 @@ class AutoGrad:
         arrays: list,
     ) -> tuple[Array, tuple[Any, Any], Reduced]:
         """The value and aux of all workers, and the gradients' sum or this worker's term of it."""
-        axis, op = self.axis, total.op
+        axis, op, told = self.axis, total.op, known.told
         params = axis.to_varying(params)
-        pairs = zip(arrays, folded, strict=True)
+        pairs = zip(arrays, known.folded, strict=True)
         arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
         if recorded is not None:
             (value, aux), grads, weight = _run_recorded(recorded, params, arrays)

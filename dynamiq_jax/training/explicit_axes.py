@@ -9,7 +9,7 @@ itself stays a function of global arrays.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -51,13 +51,52 @@ from dynamiq_jax.tree.placement import (
 )
 
 
-class _ByUse(NamedTuple):
-    """What `uses.per_use` gives: the value, and by leaf gradients that are terms or sums."""
+class _Leaves(NamedTuple):
+    """The parameters, and the numbers of those leaves that go one way or another."""
+
+    params: Any
+    leaves: list[Array]
+    treedef: Any
+    placed: list[P]
+    """How each is sharded."""
+    large: set[int]
+    """Those that the request compresses."""
+    own: set[int]
+    """Shards over data axes that the loss takes as they are."""
+    gathered: set[int]
+    """Shards over data axes that are gathered before the loss."""
+    deferred: set[int]
+    """Those that the loss takes typed as reduced, so that their gradients stay unreduced."""
+
+
+class _Found(NamedTuple):
+    """What differentiation gives: the value, and by leaf gradients that are terms or sums."""
 
     value: Any
     """The loss; with aux if there is one."""
     terms: dict[int, Array]
     sums: dict[int, Array]
+
+
+class _Program(NamedTuple):
+    """The program that is linear in the tangents of leaves, which are its last inputs."""
+
+    jaxpr: Any
+    first: int
+    """The number of the first of these."""
+
+    @classmethod
+    def of(cls, back: Callable[..., Any], given: _Leaves) -> "_Program":
+        """The program of the function that gives the leaves' gradients."""
+        jaxpr = linear_program(back)
+        return cls(jaxpr, len(jaxpr.invars) - len(given.leaves))
+
+    def leaves(
+        self, takes: Callable[[JaxprEqn], Sequence[Any]], *, alone: bool = False, ends: str = ""
+    ) -> set[int]:
+        """The leaves of which operands are made; see `inputs_of`."""
+        found = inputs_of(self.jaxpr, takes, alone=alone, ends=ends)
+        return {i - self.first for i in found if i >= self.first}
 
 
 class ExplicitGrad(NamedTuple):
@@ -89,159 +128,150 @@ class ExplicitGrad(NamedTuple):
         state: State | None = None,
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
+        given = self._sorted(params)
+        try:
+            value, back, aux = self._forward(loss, given, data)
+        except refusals() as error:
+            found = self._despite(error, loss, given, data)
+            return found.value, self._joined(given, found, key, state)
+        program = _Program.of(back, given)
+        self._check_maps(given, program)
+        native = program.leaves(self._untyped)
+        if native - program.leaves(functools.partial(self._untyped, split=True)):
+            # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
+            for as_typed in (True, False):
+                if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
+                    return found.value, self._joined(given, found, key, state)
+        self._warn_of_program(given, program, native)
+        if native & given.deferred:  # summed by JAX they would be compressed on top
+            given = given._replace(deferred=given.deferred - native)
+            value, back, aux = self._forward(loss, given, data)
+        try:
+            with self._explained(given, data), traced_for(BACKWARD):
+                (grads,) = back(self._seed(value.dtype))
+        except refusals() as error:
+            found = self._despite(error, loss, given, data)
+        else:
+            pairs = zip(grads, given.leaves, strict=True)
+            terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
+            found = _Found((value, aux) if self.has_aux else value, terms, {})
+        return found.value, self._joined(given, found, key, state)
+
+    def _sorted(self, params: Any) -> _Leaves:
+        """Which leaf goes which way; warns of many bytes that are gathered."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        large = large_leaves(self.total, params, placed, self.mesh)
-        large = {i for i in large if leaves[i].size > 1}
+        compressed = large_leaves(self.total, params, placed, self.mesh)
+        large = {i for i in compressed if leaves[i].size > 1}
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
         own = set() if self.gathers else sharded
-        chosen, gathered = large - own, sharded - own
         parts, _ = placed_leaves(params, self.mesh, treedef.unflatten(map(self._whole, placed)))
         remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
         warn_of_gather([parts[i] for i in sorted(sharded - own)], remedy)
+        return _Leaves(params, leaves, treedef, placed, large, own, sharded - own, large - own)
 
-        def held(deferred: Collection[int]) -> Iterator[Array]:
-            """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""
-            for i, x in enumerate(leaves):
-                reduced = frozenset(self.axis.names if i in deferred else ())
-                spec = P(*self._whole(placed[i]), reduced=reduced)
-                yield x if i in own else resharded(x, self.mesh, spec)
+    def _held(self, given: _Leaves, deferred: Collection[int]) -> list[Array]:
+        """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""
+        held = []
+        for i, x in enumerate(given.leaves):
+            reduced = frozenset(self.axis.names if i in deferred else ())
+            spec = P(*self._whole(given.placed[i]), reduced=reduced)
+            held.append(x if i in given.own else resharded(x, self.mesh, spec))
+        return held
 
-        explained = functools.partial(self._explained, params, data)
-        joined = functools.partial(self._joined, params, placed, key=key, state=state)
+    def _despite(
+        self, error: Exception, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any
+    ) -> _Found:
+        """The results where JAX has refused a use of typed parameters; else its error."""
+        self._check_split(data, error)
+        found = self._by_use(loss, given, data, as_typed=False)
+        if found is None:
+            raise error
+        return found
 
-        def used(as_typed: bool) -> tuple[Any, Any] | None:
-            """The results use by use; `None` where JAX does not take plain parameters either."""
-            twins = [*held(chosen)], [*held(())]
-            with gathered_before(bool(gathered)):
-                found = (
-                    self._by_use(loss, params, data, twins, chosen, large, as_typed)
-                    if large
-                    else None
-                )
-            return None if found is None else (found.value, joined(found.terms, found.sums))
-
-        def by_use(error: Exception) -> tuple[Any, Any]:
-            """The results where JAX has refused a use of typed parameters."""
-            self._check_split(data, error)
-            if not large or (results := used(False)) is None:
-                raise error
-            return results
-
-        try:
-            with explained(chosen), gathered_before(bool(gathered)):
-                value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
-        except refusals() as error:
-            return by_use(error)
-        program = linear_program(back)
-        first = len(program.invars) - len(leaves)  # the primals' tangents come last
-
-        def found(*args: Any, **options: Any) -> set[int]:
-            """The leaves of which operands in the program are made."""
-            return {i - first for i in inputs_of(program, *args, **options) if i >= first}
-
+    def _check_maps(self, given: _Leaves, program: _Program) -> None:
+        """Refuses a map in the loss that takes shards, where the loss gets whole leaves."""
         in_maps = lambda eqn: eqn.invars if name_of(eqn) == "shard_map" else []
-        if taken := found(in_maps, alone=True, ends="reshard") & gathered:
+        if taken := program.leaves(in_maps, alone=True, ends="reshard") & given.gathered:
+            what = _listed(given.params, taken, "sharded parameters")
             raise ValueError(
-                f"a jax.shard_map in the loss takes {_listed(params, taken, 'sharded parameters')},"
-                f" which are gathered over axis {self.axis.name!r} before the loss. Pass "
+                f"a jax.shard_map in the loss takes {what}, which are gathered over axis "
+                f"{self.axis.name!r} before the loss. Pass "
                 "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
                 "or jax.reshard them in the loss before the map, which then takes whole ones"
             )
-        native = found(self._untyped)
-        if native - found(functools.partial(self._untyped, split=True)):
-            # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
-            for as_typed in (True, False):
-                if (results := used(as_typed)) is not None:
-                    return results
-        if own:
+
+    def _warn_of_program(self, given: _Leaves, program: _Program, native: set[int]) -> None:
+        """Warns of shards and of ``native`` leaves whose gradients JAX sums in this program."""
+        if given.own:
             split = {*axes_above_one(self.axis.names, self.mesh.shape)}
-            apart = {i for i in own if axes_of(placed[i]) >= split}
-            mapped = found(self._shards_in_maps, alone=True) & apart
-            if alone := (own & large) - found(gathers) - mapped:
-                self._warn_of_shards(params, alone)
+            apart = {i for i in given.own if axes_of(given.placed[i]) >= split}
+            mapped = program.leaves(self._shards_in_maps, alone=True) & apart
+            if alone := (given.own & given.large) - program.leaves(gathers) - mapped:
+                self._warn_of_shards(given.params, alone)
         if native:
             warn(
-                f"{_listed(params, native)} are summed by JAX, uncompressed: the loss reshards "
-                f"them, and the result is not typed as reduced over axis {self.axis.name!r}. They "
-                "are whole already; leave jax.reshard out, or exclude them by "
-                "Compression(exclude=...)",
+                f"{_listed(given.params, native)} are summed by JAX, uncompressed: the loss "
+                "reshards them, and the result is not typed as reduced over axis "
+                f"{self.axis.name!r}. They are whole already; leave jax.reshard out, or exclude "
+                "them by Compression(exclude=...)",
             )
-        if native & chosen:  # summed by JAX they would be compressed on top
-            chosen -= native
-            with explained(chosen):
-                value, back, aux = self._forward(loss, [*held(chosen)], treedef, data)
-        try:
-            with explained(chosen), traced_for(BACKWARD):
-                (grads,) = back(self._seed(value.dtype))
-        except refusals() as error:
-            return by_use(error)
-        value = (value, aux) if self.has_aux else value
-        pairs = zip(grads, leaves, strict=True)
-        grads = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-        return value, joined(grads, {})
 
     def _by_use(
-        self,
-        loss: Callable[[Any, Any], Any],
-        params: Any,
-        data: Any,
-        twins: tuple[list[Array], list[Array]],
-        chosen: set[int],
-        large: set[int],
-        as_typed: bool,
-    ) -> "_ByUse | None":
+        self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any, *, as_typed: bool
+    ) -> _Found | None:
         """Differentiates a loss that uses parameters in ways for which JAX has no rule; see `uses`.
 
-        Twins are typed and plain leaves. The loss is traced with the former if JAX takes them
-        (``as_typed``). `None` if JAX does not take plain parameters either.
+        With ``as_typed`` the loss is traced with typed leaves, if JAX takes them. `None` if JAX
+        does not take plain leaves either, or if none are large.
         """
+        if not given.large:
+            return None
+        typed, plain = self._held(given, given.deferred), self._held(given, ())
         told, arrays = StaticArguments.of(data)
-        treedef, (typed, plain) = jax.tree.structure(params), twins
         found = Uses(frozenset(axes_above_one(self.axis.names, self.mesh.shape)))
 
         def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
-            value = loss(treedef.unflatten(leaves), told.join(arrays))
+            value = loss(given.treedef.unflatten(leaves), told.join(arrays))
             value, aux = value if self.has_aux else (value, None)
             return _scalar(value), aux
 
         def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
             own = [parameter(typed.get(i), x, i, found) for i, x in enumerate(plain)]
             made = per_use(closed, [*own, *map(value_of, arrays)], found)
-            value, aux = shapes.unflatten([x.plain() for x in made])
+            value, aux = jax.tree.structure(shapes).unflatten([x.plain() for x in made])
             return self._plain(value), jax.tree.map(self._plain, aux)
 
         try:
-            with gathered_over(self.axis.names):
-                own = [typed[i] if as_typed and i in chosen else x for i, x in enumerate(plain)]
+            with gathered_over(self.axis.names), gathered_before(bool(given.gathered)):
+                deferred = {i: typed[i] for i in sorted(given.deferred)}
+                own = [deferred.get(i, x) if as_typed else x for i, x in enumerate(plain)]
                 with traced_for(MARKS):
                     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(own, arrays)
-                shapes = jax.tree.structure(shapes)
-                deferred = {i: typed[i] for i in sorted(chosen)}
                 value, back, aux = jax.vjp(run, deferred, plain, has_aux=True)
                 with traced_for(BACKWARD):
                     terms, sums = back(self._seed(value.dtype))
         except refusals():
             return None
-        self._warn_of_native(params, found, chosen, large)
+        self._warn_of_native(given, found)
         # A typed twin that met no examples has no terms, and a plain one that served none no sum.
         terms = {i: x for i, x in terms.items() if i in found.typed}
         alone = found.wanted | ({*range(len(plain))} - terms.keys())
         sums = {i: x for i, x in enumerate(sums) if i in alone}
-        return _ByUse((value, aux) if self.has_aux else value, terms, sums)
+        return _Found((value, aux) if self.has_aux else value, terms, sums)
 
-    def _warn_of_native(self, params: Any, found: Uses, chosen: set[int], large: set[int]) -> None:
+    def _warn_of_native(self, given: _Leaves, found: Uses) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
-        leaves = describe_leaves(params)
-        if alone := found.native.keys() & (large - chosen - found.gathered):
-            self._warn_of_shards(params, alone)
+        leaves, large = describe_leaves(given.params), given.large
+        if alone := found.native.keys() & (large - given.deferred - found.gathered):
+            self._warn_of_shards(given.params, alone)
         native = {i: x for i, x in found.native.items() if i in large - alone}
         nbytes = sum(leaves[i].nbytes for i in native)
         if nbytes <= sum(leaves[i].nbytes for i in large) / 100:  # norms' scales, say
             return
         warn(
-            f"JAX sums gradients of {_listed(params, native)}, uncompressed: it has no rule for "
-            f"parameters that are typed as reduced over axis {self.axis.name!r} in "
+            f"JAX sums gradients of {_listed(given.params, native)}, uncompressed: it has no rule "
+            f"for parameters that are typed as reduced over axis {self.axis.name!r} in "
             f"{', '.join(sorted({*native.values()}))}. Compression(exclude=...) says that it is "
             "meant; a mesh of Auto axes compresses all",
         )
@@ -255,31 +285,23 @@ class ExplicitGrad(NamedTuple):
             "by Compression(exclude=...)",
         )
 
-    def _joined(
-        self,
-        params: Any,
-        placed: list[P],
-        terms: dict[int, Array],
-        sums: dict[int, Array],
-        *,
-        key: Array | None,
-        state: State | None,
-    ) -> Any:
+    def _joined(self, given: _Leaves, found: _Found, key: Array | None, state: State | None) -> Any:
         """The gradients, from those that are terms and those that are sums."""
-        leaves, treedef = jax.tree.flatten(params)
+        terms, sums = found.terms, found.sums
         both = terms.keys() & sums.keys()
         if not self.reduces:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
-        grads = treedef.unflatten(terms.get(i, sums.get(i)) for i in range(len(leaves)))
+        numbers = range(len(given.leaves))
+        grads = given.treedef.unflatten(terms.get(i, sums.get(i)) for i in numbers)
         if not self.reduces:
             return grads
-        total = dataclasses.replace(self.total, specs=treedef.unflatten(placed))
+        total = dataclasses.replace(self.total, specs=given.treedef.unflatten(given.placed))
         done = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
         parts = jax.tree.leaves(done.tree)
         for i in both:
             spec = P(*_spec(parts[i]).partitions)
             parts[i] = parts[i] + resharded(sums[i], self.mesh, spec).astype(parts[i].dtype)
-        done = done._replace(tree=treedef.unflatten(parts))
+        done = done._replace(tree=given.treedef.unflatten(parts))
         return done if self.metrics or state is not None else done.tree
 
     def _added(self, terms: Array, total: Array) -> Array:
@@ -338,18 +360,18 @@ class ExplicitGrad(NamedTuple):
         return [x for x, spec in zip(equation.invars, specs, strict=True) if axes_of(spec) & own]
 
     @contextlib.contextmanager
-    def _explained(self, params: Any, data: Any, chosen: Collection[int]) -> Iterator[None]:
+    def _explained(self, given: _Leaves, data: Any) -> Iterator[None]:
         """The context of a loss; adds to JAX's errors what it was given, and how to avoid that."""
         try:
             with gathered_over(self.axis.names):
                 yield
         except refusals() as error:
             self._check_split(data, error)
-            if not chosen:
+            if not given.deferred:
                 raise
             error.add_note(
-                f"dq.value_and_grad typed {_listed(params, chosen)} as reduced over axis "
-                f"{self.axis.name!r}. JAX has no rule for some uses of such a value, as "
+                f"dq.value_and_grad typed {_listed(given.params, given.deferred)} as reduced over "
+                f"axis {self.axis.name!r}. JAX has no rule for some uses of such a value, as "
                 "convolutions, table[ids], and elementwise products with examples. Write a lookup "
                 "as table.at[ids].get(out_sharding=...). Exclude other leaves by "
                 "Compression(exclude=...), and JAX sums their gradients; or take a mesh of Auto "
@@ -361,7 +383,7 @@ class ExplicitGrad(NamedTuple):
             raise
 
     def _forward(
-        self, loss: Callable[[Any, Any], Any], held: list[Array], treedef: Any, data: Any
+        self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any
     ) -> tuple[Array, Callable[[Array], tuple[list[Array]]], Any]:
         """The value, the function of its cotangent that gives held leaves' gradients, and aux.
 
@@ -369,18 +391,20 @@ class ExplicitGrad(NamedTuple):
         does not use is the constant 0, typed as unreduced, and XLA has one constant for it and for
         what a slice's derivative is padded with: from JAX 0.12 on it refuses that pad.
         """
-        shapes = [x.shape for x in held]
+        shapes = [jnp.shape(x) for x in given.leaves]
 
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
             own = zip(held, shapes, strict=True)
-            found = loss(treedef.unflatten(x.reshape(shape) for x, shape in own), data)
+            found = loss(given.treedef.unflatten(x.reshape(shape) for x, shape in own), data)
             value, aux = found if self.has_aux else (found, None)
             value = _scalar(value)
             # A loss that is a function of deferred parameters alone is typed as reduced, and its
             # cotangent would be unreduced: a 1 on every device.
             return self._plain(value), jax.tree.map(self._plain, aux)
 
-        return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
+        with self._explained(given, data), gathered_before(bool(given.gathered)):
+            held = self._held(given, given.deferred)
+            return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
     def _untyped(self, equation: JaxprEqn, split: bool = False) -> list[Any]:
         """The operand of a reshard to Explicit axes that loses its type, reduced over data axes.

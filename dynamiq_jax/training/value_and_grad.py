@@ -160,78 +160,89 @@ def value_and_grad(
         data axes; or `jax.vmap` on Explicit axes.
     """
     total = Reduction(check_axis(axis_name), as_compression(compression, method=method), op)
-    kept = {"argnums": argnums, "has_aux": has_aux, "mesh": mesh, "metrics": metrics}
-    for_auto = {"specs": specs, "batch_specs": batch_specs, "aux": aux, "weight": weight}
-    kept |= {"allow_int": allow_int}
-    return gradients(loss_fn, total, reduces=reduce, gathers=gather, for_auto=for_auto, **kept)
+    kept = argnums if isinstance(argnums, int) else tuple(argnums)
+    wanted = Wanted(total, kept, has_aux, metrics, reduce, gather, allow_int)
+    return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight))
+
+
+class Wanted(NamedTuple):
+    """What is differentiated, and what comes back, on axes of either type."""
+
+    total: Reduction
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    metrics: bool
+    reduces: bool
+    gathers: bool
+    allow_int: bool = False
+
+    @property
+    def positions(self) -> "_Positions":
+        """Which positional arguments are parameters."""
+        return _Positions(self.argnums)
+
+    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """``function`` of parameters and of ``(other positional arguments, keywords)``.
+
+        With ``allow_int`` these end with the parameters' integers.
+        """
+        if not self.allow_int:
+            return self.positions.joined(function)
+        whole = self.total.axis.names if self.gathers else ()
+        return _with_integers(self.positions, whole, function)
+
+    def check(self, weight: Callable[..., Any] | None) -> None:
+        """Refuses what does not go together."""
+        if self.total.op == "sum" and weight is not None:
+            raise ValueError(
+                "op='sum' and weight=: weights are for the mean of means; leave one of them out"
+            )
+        if self.allow_int and not self.reduces:
+            raise ValueError(
+                "reduce=False and allow_int=True: gradients of integers have dtype float0, which "
+                "no reduction takes; pass integers in an argument of the loss that argnums= does "
+                "not name"
+            )
+
+
+class ForAuto(NamedTuple):
+    """The arguments of `value_and_grad` that Auto axes alone take."""
+
+    specs: Any
+    batch_specs: Any
+    """Also a function of ``(other positional arguments, keywords)`` to what `leaf_specs` returns;
+    not with `Wanted.allow_int`, where integers of the parameters follow."""
+    aux: Any
+    weight: Callable[..., Any] | None
 
 
 def gradients(
     loss_fn: Callable[..., Any],
-    total: Reduction,
-    *,
-    argnums: int | Sequence[int],
-    has_aux: bool,
+    wanted: Wanted,
     mesh: Mesh | AbstractMesh | None,
-    metrics: bool,
-    reduces: bool,
-    gathers: bool,
-    for_auto: dict[str, Any],
-    allow_int: bool = False,
+    for_auto: ForAuto,
 ) -> Callable[..., Any]:
-    """`value_and_grad` with a `Reduction`, and with the arguments that Auto axes alone take.
-
-    Of the latter, ``batch_specs`` may be a function: of ``(other positional arguments, keywords)``,
-    to what `leaf_specs` returns. With ``allow_int`` it is not: integers of the parameters follow.
-    """
-    weight = for_auto["weight"]
-    if total.op == "sum" and weight is not None:
-        raise ValueError(
-            "op='sum' and weight=: weights are for the mean of means; leave one of them out"
-        )
-    if allow_int and not reduces:
-        raise ValueError(
-            "reduce=False and allow_int=True: gradients of integers have dtype float0, which no "
-            "reduction takes; pass integers in an argument of the loss that argnums= does not name"
-        )
-    options = {"total": total, "has_aux": has_aux, "metrics": metrics, "reduces": reduces}
-    positions = _Positions(argnums if isinstance(argnums, int) else tuple(argnums))
-    whole = total.axis.names if gathers else ()
-    joined = functools.partial(_with_integers, positions, whole) if allow_int else positions.joined
-    loss = joined(loss_fn)
+    """`value_and_grad` of what is wanted; without a mesh, on that which is around a call."""
+    wanted.check(for_auto.weight)
+    axis, allow_int = wanted.total.axis, wanted.allow_int
 
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-        _check_mesh(abstract, total, gathers, for_auto)
+        _check_mesh(abstract, wanted, for_auto)
         if is_explicit(abstract):
-            deferred = ExplicitGrad(mesh=abstract, gathers=gathers, **options)
-            run = deferred.without_unit_axes if 1 in abstract.axis_sizes else deferred
-            return _in_context(functools.partial(run, loss), mesh)
-        own = for_auto | {"weight": None if weight is None else joined(weight)}
-        if not callable(own["batch_specs"]):
-            own["batch_specs"] = functools.partial(specs_of, own["batch_specs"])
-        suspicious = any(isinstance(x, Tracer) for x in closed_over(loss_fn))
-        bound = AutoGrad(loss=loss, mesh=mesh, suspicious=suspicious, **own, **options)
+            return _on_explicit_axes(loss_fn, wanted, mesh)
+        bound = _on_auto_axes(loss_fn, wanted, mesh, for_auto)
         return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
-
-    def specs_of(batch_specs: Any, data: Any) -> list[tuple[str, P | None]]:
-        """The name and the spec of every leaf of ``(other positional arguments, keywords)``."""
-        places = None if isinstance(argnums, int) else (None,) * len(argnums)
-        args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
-        numbers = positions.among(len(args))
-        found = leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, total.axis)
-        integers = jax.tree_util.tree_leaves_with_path(data[2:])
-        return found + [("parameter" + jax.tree_util.keystr(path[1:]), P()) for path, _ in integers]
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
-        _check_call(total.axis, reduces, metrics=metrics or None, state=state, key=key)
-        params, others = positions.split(args)
+        _check_call(axis, wanted.reduces, metrics=wanted.metrics or None, state=state, key=key)
+        params, others = wanted.positions.split(args)
         _check_params(params, allow_int)
         within = on(mesh_around(params) if mesh is None else mesh)
-        params, *integers = _apart(params) if allow_int else (params,)
-        context, run = within(params, (others, kwargs, *integers), key=key, state=state)
+        moving, *integers = _apart(params) if allow_int else (params,)
+        context, run = within(moving, (others, kwargs, *integers), key=key, state=state)
         with context:
             value, found = run()
         return value, _with_float0(found, integers[0]) if allow_int else found
@@ -239,6 +250,57 @@ def gradients(
     if mesh is not None:
         on(mesh)  # refuses what does not go together
     return reduced
+
+
+def _on_explicit_axes(
+    loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh
+) -> Callable[..., tuple[Any, Callable[[], Any]]]:
+    """A function of parameters and data: the context of the derivative, and what runs in it."""
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    deferred = ExplicitGrad(
+        mesh=abstract,
+        total=wanted.total,
+        has_aux=wanted.has_aux,
+        metrics=wanted.metrics,
+        reduces=wanted.reduces,
+        gathers=wanted.gathers,
+    )
+    run = deferred.without_unit_axes if 1 in abstract.axis_sizes else deferred
+    return _in_context(functools.partial(run, wanted.joined(loss_fn)), mesh)
+
+
+def _on_auto_axes(
+    loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh, for_auto: ForAuto
+) -> AutoGrad:
+    """A function of parameters and data: what runs."""
+    told, weight = for_auto.batch_specs, for_auto.weight
+    specs_of: Any = told if callable(told) else functools.partial(_specs_of, loss_fn, wanted, told)
+    return AutoGrad(
+        loss=wanted.joined(loss_fn),
+        mesh=mesh,
+        total=wanted.total,
+        has_aux=wanted.has_aux,
+        metrics=wanted.metrics,
+        reduces=wanted.reduces,
+        specs=for_auto.specs,
+        batch_specs=specs_of,
+        aux=for_auto.aux,
+        weight=None if weight is None else wanted.joined(weight),
+        suspicious=any(isinstance(x, Tracer) for x in closed_over(loss_fn)),
+    )
+
+
+def _specs_of(
+    loss_fn: Callable[..., Any], wanted: Wanted, batch_specs: Any, data: Any
+) -> list[tuple[str, P | None]]:
+    """The name and the spec of every leaf of data, as `Wanted.joined` takes it."""
+    argnums, positions = wanted.argnums, wanted.positions
+    places = None if isinstance(argnums, int) else (None,) * len(argnums)
+    args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
+    numbers = positions.among(len(args))
+    found = leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, wanted.total.axis)
+    integers = jax.tree_util.tree_leaves_with_path(data[2:])
+    return found + [("parameter" + jax.tree_util.keystr(path[1:]), P()) for path, _ in integers]
 
 
 class _Positions(NamedTuple):
@@ -319,15 +381,14 @@ def _with_float0(found: Any, integers: Any) -> Any:
     return _together(found, zeros)
 
 
-def _check_mesh(
-    mesh: AbstractMesh, total: Reduction, gathers: bool, for_auto: dict[str, Any]
-) -> None:
+def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:
     """Refuses a mesh without the data axes, and arguments that are not for its type of axes."""
+    total = wanted.total
     total.compression.route(sizes_on(mesh, total.axis))  # refuses what cannot be
-    given = [name for name, value in for_auto.items() if value is not None]
+    given = [(name, x) for name, x in for_auto._asdict().items() if x is not None]
     if given and is_explicit(mesh):
         raise ValueError(
-            f"{given[0]}={for_auto[given[0]]!r} is for Auto axes. On Explicit ones types say how "
+            f"{given[0][0]}={given[0][1]!r} is for Auto axes. On Explicit ones types say how "
             "arrays are sharded, and loss and aux are those of all examples; leave it out"
         )
     if is_explicit(mesh):
@@ -338,7 +399,7 @@ def _check_mesh(
             f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
             "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
         )
-    if not gathers:
+    if not wanted.gathers:
         raise ValueError(
             "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
             "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"

@@ -1,6 +1,7 @@
 """The DynamiQ codec: one worker's gradient under a plan, as the operations an executor needs."""
 
-from typing import NamedTuple
+import dataclasses
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,72 +51,130 @@ def chunk_codec(
     in shards of whole super-groups if there are several; ``slice_start`` is the number of this
     worker's first one, for `ChunkCodec.finish`.
     """
-    plan, noise = shared
-    common = {"fmt": layout.fmt, "backend": backend}
-    nothing = jnp.zeros_like(plan.mean)
+    tells = call.keep_error
+    if tells and layout.fmt.carries_nan:
+        # With NaN for infinities, an infinite total tells that finite numbers were too large
+        # together.
+        x = jnp.where(jnp.isfinite(x), x, jnp.nan)
     centred = layout.stats_per_super_group == 2
-    # With NaN for infinities, an infinite total tells that finite numbers were too large together.
-    clips = call.keep_error and layout.fmt.carries_nan
-    x = jnp.where(jnp.isfinite(x), x, jnp.nan) if clips else x
-    own = pk.Source(x, plan.mean if centred else None, plan.order)
+    own = pk.Source(x, shared.plan.mean if centred else None, shared.plan.order)
+    codec = _Codec(own, shared, layout, call, slice_start, backend)
+    if tells:
+        zeros = jnp.zeros((layout.rows, layout.super_group_size), jnp.float32)
+        return ChunkCodec(codec.encode_and_tell, codec.decode, lost=zeros)
+    push = codec.push if pk.pushes(layout.fmt, backend) else None
+    return ChunkCodec(codec.encode, codec.decode, codec.finish, push=push)
 
-    def noise_of(slots) -> Array | None:
-        """The noise of the encoders in these slots, for decoders."""
-        return noise[slots] if layout.fmt.dither else None
 
-    def inputs(arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
-        return tuple(
-            pk.Input(a.payloads, plan.tiles[a.encoder.stage], a.skip, noise_of(a.encoder.slot))
-            for a in arrived
-        )
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Codec:
+    """The operations of `ChunkCodec` by kernels, on one gradient under a plan."""
 
-    def less_means(start=None) -> pk.Result:
-        """All rows of f32 values from which means are subtracted."""
-        return pk.Result(nothing, plan.order, layout.rows, jnp.float32, start=start)
+    own: pk.Source
+    """This worker's gradient."""
+    shared: SharedPlan
+    layout: Layout
+    call: Call
+    slice_start: Array | None
+    """The number of this worker's first super-group, for `finish`."""
+    backend: pk.Backend | None
 
-    def summed(rows: int, start, into) -> pk.Result:
-        return pk.Result(plan.mean_sum, plan.order, rows, x.dtype, call.divisor, start, into)
-
-    def encode(arrived, chunks, encoder: Encoder, lost, skip=None):
-        words = layout.payload_words[encoder.stage]
-        target = pk.Target(plan.tiles[encoder.stage], noise[encoder.slot], words)
-        if call.keep_error:
-            result = less_means(start=jnp.int32(0))
-            total = pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
-            total = clipped(total) if clips else total
-            source = pk.Source(total.reshape(-1), None, plan.order)
-            payloads = pk.compress(source, chunks, target, skip, **common)
-            own_noise = noise_of(jnp.full_like(chunks, encoder.slot))
-            sent = pk.decompress(payloads, target.tiles, chunks, less_means(), own_noise, **common)
-            rows = plan.order[chunks].reshape(-1)
-            # Numbers from layout.rows on are padding: clipped here, dropped in the next line.
-            less = (total - sent).at[rows].get(mode="clip")
-            return payloads, lost.at[rows].set(less, mode="drop", unique_indices=True)
+    def encode(
+        self,
+        arrived: tuple[Arrived, ...],
+        chunks: Array,
+        encoder: Encoder,
+        lost: None,
+        skip: Array | None = None,
+    ) -> tuple[Array, None]:
+        """See `ChunkCodec.encode`; nobody asks for what is lost."""
+        target = self._target(encoder)
         if not arrived:
-            return pk.compress(own, chunks, target, skip, **common), None
-        return pk.decompress_accumulate_recompress(
-            inputs(arrived), own, chunks, target, **common
-        ), None
+            return pk.compress(self.own, chunks, target, skip, **self._kernels), None
+        inputs = self._inputs(arrived)
+        hop = pk.decompress_accumulate_recompress
+        return hop(inputs, self.own, chunks, target, **self._kernels), None
 
-    def decode(payloads, chunks, encoders, into):
-        result, known = summed(layout.rows, None, into), noise_of(encoders.slot)
-        return pk.decompress(payloads, plan.tiles[-1], chunks, result, known, **common)
+    def encode_and_tell(
+        self,
+        arrived: tuple[Arrived, ...],
+        chunks: Array,
+        encoder: Encoder,
+        lost: Array,
+        skip: Array | None = None,
+    ) -> tuple[Array, Array]:
+        """See `ChunkCodec.encode`; the payloads are decoded again to see what they lost."""
+        plan, layout, target = self.shared.plan, self.layout, self._target(encoder)
+        summed = self._less_means(start=jnp.int32(0))
+        inputs = self._inputs(arrived)
+        total = pk.decompress_accumulate(inputs, self.own, chunks, summed, **self._kernels)
+        total = clipped(total) if layout.fmt.carries_nan else total
+        source = pk.Source(total.reshape(-1), None, plan.order)
+        payloads = pk.compress(source, chunks, target, skip, **self._kernels)
+        noise = self._noise(jnp.full_like(chunks, encoder.slot))
+        decoded = self._less_means()
+        sent = pk.decompress(payloads, target.tiles, chunks, decoded, noise, **self._kernels)
+        rows = plan.order[chunks].reshape(-1)
+        # Numbers from layout.rows on are padding: clipped here, dropped in the next line.
+        less = (total - sent).at[rows].get(mode="clip")
+        return payloads, lost.at[rows].set(less, mode="drop", unique_indices=True)
 
-    def finish(arrived, chunks, into):
-        assert slice_start is not None
-        result = summed(layout.shard_rows, slice_start, into)
-        return pk.decompress_accumulate(inputs(arrived), own, chunks, result, **common)
+    def decode(
+        self, payloads: Array, chunks: Array, encoders: Encoder, into: Array | None
+    ) -> Array:
+        """See `ChunkCodec.decode`."""
+        result = self._sums(self.layout.rows, into=into)
+        tiles, noise = self.shared.plan.tiles[-1], self._noise(encoders.slot)
+        return pk.decompress(payloads, tiles, chunks, result, noise, **self._kernels)
 
-    def push(axis: Axis) -> Array:
-        source, result = own._replace(x=axis.to_varying(x)), summed(layout.rows, None, None)
+    def finish(self, arrived: tuple[Arrived, ...], chunks: Array, into: Array | None) -> Array:
+        """See `ChunkCodec.finish`."""
+        assert self.slice_start is not None
+        result = self._sums(self.layout.shard_rows, self.slice_start, into)
+        inputs = self._inputs(arrived)
+        return pk.decompress_accumulate(inputs, self.own, chunks, result, **self._kernels)
+
+    def push(self, axis: Axis) -> Array:
+        """See `ChunkCodec.push`."""
+        (plan, noise), layout = self.shared, self.layout
+        source, result = self.own._replace(x=axis.to_varying(self.own.x)), self._sums(layout.rows)
         words, even = layout.payload_words, not layout.planned and layout.shards == 1
         told = {"fmt": layout.fmt, "even": even}
         return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
 
-    if call.keep_error:
-        shape = layout.rows, layout.super_group_size
-        return ChunkCodec(encode, decode, lost=jnp.zeros(shape, jnp.float32))
-    return ChunkCodec(encode, decode, finish, push=push if pk.pushes(layout.fmt, backend) else None)
+    @property
+    def _kernels(self) -> dict[str, Any]:
+        """The keywords of all kernels."""
+        return {"fmt": self.layout.fmt, "backend": self.backend}
+
+    def _noise(self, slots: Array | int) -> Array | None:
+        """The noise of the encoders in these slots, for decoders."""
+        return self.shared.noise[slots] if self.layout.fmt.dither else None
+
+    def _inputs(self, arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
+        """What kernels add up of what arrived."""
+        tiles = self.shared.plan.tiles
+        return tuple(
+            pk.Input(a.payloads, tiles[a.encoder.stage], a.skip, self._noise(a.encoder.slot))
+            for a in arrived
+        )
+
+    def _target(self, encoder: Encoder) -> pk.Target:
+        """Where and by which randomness an encoder's payloads are written."""
+        (plan, noise), stage = self.shared, encoder.stage
+        return pk.Target(plan.tiles[stage], noise[encoder.slot], self.layout.payload_words[stage])
+
+    def _less_means(self, start: Array | None = None) -> pk.Result:
+        """All rows of f32 values from which means are subtracted."""
+        plan = self.shared.plan
+        nothing, rows = jnp.zeros_like(plan.mean), self.layout.rows
+        return pk.Result(nothing, plan.order, rows, jnp.float32, start=start)
+
+    def _sums(self, rows: int, start: Array | None = None, into: Array | None = None) -> pk.Result:
+        """So many rows of finished sums, from the super-group ``start`` on."""
+        plan, divisor = self.shared.plan, self.call.divisor
+        dtype = self.own.x.dtype
+        return pk.Result(plan.mean_sum, plan.order, rows, dtype, divisor, start, into)
 
 
 def expected_error(

@@ -10,6 +10,7 @@ not leave its worker's chunks. A *row* is a super-group as a row of S coordinate
 
 import dataclasses
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -148,16 +149,23 @@ class Layout:
         return self.stats_bits + sum(words * sent * WORD_BITS for words, sent in pairs)
 
 
+class Transfers(NamedTuple):
+    """How chunks travel, whatever their size."""
+
+    n_workers: int
+    stages: tuple[Stage, ...]
+    collective: Collective = "all_reduce"
+    chunks_per_worker: int = 1
+    """Chunks whose reduction ends at one worker."""
+
+
 def make_layout(
     size: int,
-    n_workers: int,
-    stages: tuple[Stage, ...],
+    transfers: Transfers,
     *,
     bits: float,
     allocation: Allocation,
     stats_per_super_group: int,
-    collective: Collective = "all_reduce",
-    chunks_per_worker: int = 1,
     planned: bool = True,
 ) -> Layout:
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
@@ -167,18 +175,18 @@ def make_layout(
     exceeded where padding fills up the last tile of every chunk: a payload holds `Allocation.held`
     for all tiles, however few coordinates they have.
     """
-    n, fmt = n_workers, allocation.fmt
+    n, fmt, collective = transfers.n_workers, allocation.fmt, transfers.collective
     whole = collective == "all_reduce"
-    shard_chunks = n * chunks_per_worker if whole else chunks_per_worker
+    shard_chunks = transfers.chunks_per_worker * (n if whole else 1)
     # Super-groups of a chunk, then its tiles: both divisions round up.
     per_chunk = -(-size // (fmt.super_group_size * shard_chunks))
     tiles = max(-(-per_chunk // TILE_ROWS), 1)
-    sent = [stage.sent * chunks_per_worker for stage in stages]
+    sent = [stage.sent * transfers.chunks_per_worker for stage in transfers.stages]
     layout = Layout(
         collective=collective,
         size=size,
         n_workers=n,
-        chunks_per_worker=chunks_per_worker,
+        chunks_per_worker=transfers.chunks_per_worker,
         chunk_super_groups=tiles * TILE_ROWS,
         payload_words=(),
         payloads_sent=tuple(sent),

@@ -42,7 +42,7 @@ from dynamiq_jax.methods.dynamiq.codec import (
 )
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
 from dynamiq_jax.methods.dynamiq.format import Format
-from dynamiq_jax.methods.dynamiq.layout import Layout, make_layout
+from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import pack_statistics, sampled
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
@@ -301,17 +301,15 @@ class DynamiQ(HopMethod):
         self, size: int, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
     ) -> Layout:
         """Static sizes; ``size`` coordinates, of a sharded collective in one worker's slice."""
-        scatter = collective == "reduce_scatter"
-        streams = topology.chunks_per_worker(size * (n_workers if scatter else 1))
+        coords = size * (n_workers if collective == "reduce_scatter" else 1)
+        streams = 1 if collective == "all_gather" else topology.chunks_per_worker(coords)
+        stages = _stages(n_workers, topology, collective)
         return make_layout(
             size,
-            n_workers,
-            _stages(n_workers, topology, collective),
+            Transfers(n_workers, stages, collective, streams),
             bits=self.bits,
             allocation=self.allocation(n_workers, topology, collective),
             stats_per_super_group=self.stats_per_super_group,
-            collective=collective,
-            chunks_per_worker=1 if collective == "all_gather" else streams,
             planned=self.plan is not False,
         )
 
