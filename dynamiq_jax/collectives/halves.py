@@ -51,34 +51,34 @@ def psum_scatter(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
-    """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
+    """Sums every leaf over the mapped axis; worker i gets slice i of the sum.
 
     This is the reduce-scatter half of `psum`, with the semantics and the derivative of
-    `jax.lax.psum_scatter`. The sum of a slice is decoded by its owner and not encoded again. Widths
-    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics of
-    the whole included.
+    `jax.lax.psum_scatter`. The owner of a slice does not encode the sum again. Widths are chosen
+    separately for every slice, at ``method.bits`` bits per coordinate, including the statistics of
+    the whole leaf.
 
     Args:
-      x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
-        along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
-        that is not the last one cost a copy.
+      x: any pytree; the same leaves are compressed as in `psum`. Slices along a dimension other
+        than 0, slices whose size is not a multiple of 256 coordinates, and a ``scale_axis`` other
+        than the last axis cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
+      scatter_dimension: the dimension of every leaf that is sliced; negative values count from the
         last.
-      tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
-        it is n and is removed.
+      tiled: if true, the dimension is a multiple of n, the number of workers, and shrinks to 1/n of
+        it; otherwise it is n and is removed.
       compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
-      axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
+      axis_index_groups: as for `psum`; they also work with ``check_vma=True``.
       method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
-      A tree like ``x``, of this worker's own slice of every sum, in the leaf's dtype.
+      A tree like ``x`` with this worker's slice of every sum, in the leaf's dtype.
 
     Raises:
-      ValueError: a leaf's dimension does not divide, a leaf that would be compressed does not vary
-        over the axis, or an argument is malformed.
+      ValueError: a leaf's dimension is not a multiple of n, a leaf that would be compressed does
+        not vary over the axis, or an argument is malformed.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
@@ -163,7 +163,7 @@ def divide(total: Array, divisor: int, dtype: Any) -> Array:
 
 
 def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The last axis cut into parts of these sizes."""
+    """The last axis, cut into parts of these sizes."""
     return [x[..., start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
@@ -185,7 +185,7 @@ class Cut(NamedTuple):
     n_workers: int
 
     def check(self, leaf: Leaf, name: str, remedy: str) -> None:
-        """Refuses a leaf that is not cut so; ``name`` is the argument of the dimension."""
+        """Refuses a leaf that cannot be cut like this; ``name`` is the dimension's argument."""
         check_axis_of(leaf, name, self.dimension)
         length, n = leaf.shape[self.dimension], self.n_workers
         said = f"leaf {leaf.name} has {length} entries along {name}={self.dimension}"
@@ -240,28 +240,29 @@ def all_gather(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
-    """Gathers every worker's leaves, quantised: all workers end with the same bits.
+    """Gathers every worker's leaves, quantised; all workers get the same bits.
 
     The semantics and the derivative are those of `jax.lax.all_gather`: cotangents are summed
-    exactly, in their dtype. The result is its result with unbiased noise: every worker encodes its
-    shard once, at ``method.bits`` bits per coordinate with widths from that shard's own statistics.
-    Parameters, unlike gradients, are of even energy: ``DynamiQ(bits=8)`` serves them well.
+    exactly, in their dtype. The result is the exact result plus unbiased noise: every worker
+    encodes its shard once, at ``method.bits`` bits per coordinate, with widths from the statistics
+    of this shard. Unlike gradients, parameters have even energy: ``DynamiQ(bits=8)`` suits them.
 
     Args:
-      x: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
-        in `psum`, for the gathered leaf.
+      x: any pytree of shards, of equal shapes on all workers; the rules of `psum` say, by the size
+        of the gathered leaf, which leaves are compressed.
       axis_name: the mapped axis; a tuple counts as one axis.
-      axis: the dimension along which shards are put together.
-      tiled: whether they are concatenated along it, or stacked as a new one.
-      to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
-        "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
-      compression: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
+      axis: the dimension along which shards are joined.
+      tiled: whether shards are concatenated along this dimension, or stacked along a new one.
+      to: the type of the result over the axis, as for `jax.lax.all_gather`: "varying", "invarying"
+        (replicated) or "reduced". It has no effect if JAX does not track types.
+      compression: as for `psum`. Its topology has an effect only if it is `Hierarchical`, over
+        several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
       method: the former name of ``compression``. It warns, and goes with the next version.
 
     Returns:
-      A tree like ``x``, of gathered leaves in their dtypes, with the same bits on all workers.
+      A tree like ``x`` of gathered leaves in their dtypes, with the same bits on all workers.
 
     Raises:
       ValueError: a leaf does not have the axis, or an argument is malformed.
@@ -287,7 +288,7 @@ def gather_over(
     to: Varying = "varying",
     key: Array | None = None,
 ) -> Tree:
-    """`all_gather` with its arguments as one request."""
+    """`all_gather` with its arguments in one request."""
     if not axis.names:
         return tree
     if len(axis.names) == 1 or axis.groups is not None:
@@ -355,7 +356,7 @@ def check_and_describe(
     key: Array | None,
     told: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
-    """Sizes of the axes, leaves, and which are fixed; compares the first call of all processes."""
+    """The axes' sizes, the leaves, and the fixed ones; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
     told = {"key": key, **told}
     compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
@@ -374,12 +375,12 @@ def group_parts(
     shards: int = 1,
     check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
-    """Buckets of the leaves that are not fixed; those travel exactly.
+    """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
 
-    On fast links `psum_scatter` starts to pay at larger buckets than `psum`: a limit that was
-    measured there is taken as it was measured for `psum_scatter`, and a limit that the user gave
-    stands. With ``shards`` the limits are for leaves so many times as large. ``check`` refuses
-    methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
+    limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is kept.
+    With ``shards`` the limits apply to leaves that are this many times as large. ``check`` refuses
+    unsuitable methods.
     """
 
     def limits_of(route: Route) -> Limits:
@@ -399,7 +400,7 @@ def group_parts(
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
-    """Refuses an axis that a leaf does not have, of which its result has ``more``."""
+    """Refuses an axis that a leaf does not have; its result has ``more`` axes."""
     count = len(leaf.shape) + more
     if not -count <= axis < count:
         raise ValueError(
