@@ -194,6 +194,19 @@ class Method(Options, ABC):
         """All workers' ``x``, the same bits on all; ``invarying``: JAX types it as replicated."""
         raise NotImplementedError
 
+    def pack(self, x: Float[Array, " s"], call: Call) -> Any:
+        """What `unpack` gathers of this worker's ``x``: a pytree of arrays, encoded."""
+        raise NotImplementedError(
+            f"method={self!r} keeps no payloads for later gathers; pass a quantiser, such as "
+            "dq.DynamiQ(bits=8)"
+        )
+
+    def unpack(
+        self, packed: Any, size: int, dtype: Any, call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """The result of `all_gather`, from what `pack` made of ``x`` ([size] of ``dtype``)."""
+        raise NotImplementedError
+
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits a worker sends to scatter n slices of ``size``; without topology, to gather them."""
         raise NotImplementedError

@@ -137,16 +137,32 @@ class HopMethod(TellsLosses):
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """See `Method`; each worker's ``x`` is a block, with the seed of the worker's index."""
-        axis, to = call.axis, "invarying" if invarying else "varying"
-        self.warn(call._replace(topology=ALONE), "all_gather")
         with jax.named_scope(f"{type(self).__name__.lower()}_all_gather"):
-            own = self.encode_block(x, fold_seed(call.seed, axis.index))
-            gathered = jax.tree.map(lambda part: axis.all_gather(part, to=to), own)
+            own = self.pack(x, call)
+            return self.unpack(own, x.shape[0], x.dtype, call, invarying=invarying)
 
-            def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
-                return self.decode_block(encoded, x.shape[0], x.dtype, fold_seed(call.seed, sender))
+    def pack(self, x: Float[Array, " s"], call: Call) -> tuple[Message, Payload]:
+        """See `Method`: the message and the payload of this worker's block."""
+        self.warn(call._replace(topology=ALONE), "all_gather")
+        return self.encode_block(x, fold_seed(call.seed, call.axis.index))
 
-            return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
+    def unpack(
+        self,
+        packed: tuple[Message, Payload],
+        size: int,
+        dtype: Any,
+        call: Call,
+        *,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """See `Method`."""
+        axis, to = call.axis, "invarying" if invarying else "varying"
+        gathered = jax.tree.map(lambda part: axis.all_gather(part, to=to), packed)
+
+        def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
+            return self.decode_block(encoded, size, dtype, fold_seed(call.seed, sender))
+
+        return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
 
     def exchange(self, x: Float[Array, "n s"], call: Call) -> Float[Array, "n s"]:
         """Sends row j of ``x`` to worker j; row i of the result is from worker i.

@@ -43,10 +43,8 @@ from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
+from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
-
-LAYERS = 256
-"""A shorter leading dimension may count layers, which `sequential` takes one by one."""
 
 
 @functools.partial(
@@ -55,7 +53,7 @@ LAYERS = 256
         *("step", "skipped", "masters", "inner", "gaps", "pending"),
         *("norm", "skipped_in_a_row"),
     ),
-    meta_fields=("splits",),
+    meta_fields=("splits", "padding"),
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedState(Part):
@@ -67,12 +65,13 @@ class ShardedState(Part):
     Attributes:
       step: the number of updates so far, including skipped ones, int32.
       skipped: the number of updates that were skipped, since the gradient was not finite, int32.
-      masters: the parameters in f32.
-      inner: the inner optimizer's state for the masters.
+      masters: the parameters in f32, padded; `unpadded` removes the zeros.
+      inner: the inner optimizer's state for the masters, padded in the same way.
       gaps: the largest distance of each worker's masters from the copy after the last update,
         f32[n, L] for n workers and L leaves. A coordinate with a larger distance was changed by the
         user.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
+      padding: the zeros at the end of each of these leaves.
       pending: with ``deferred=True``, the differences that the next step gathers, else `None`.
       norm: the norm of the last update's mean gradient over all parameters, before clipping, f32;
         infinite or NaN if that update was skipped, and 0 before the first update.
@@ -89,6 +88,7 @@ class ShardedState(Part):
     inner: Any
     gaps: PerWorker
     splits: tuple[P, ...]
+    padding: tuple[Padding, ...]
     pending: Pending | None = None
     norm: Any = None
     skipped_in_a_row: Any = None
@@ -101,6 +101,24 @@ class ShardedState(Part):
         alike = {"step", "skipped", "pending", *self.later}  # on all workers
         told |= {name: jax.tree.map(lambda _: P(), getattr(self, name)) for name in alike}
         return dataclasses.replace(self, **told)
+
+    def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
+        """See `Part`."""
+        fields = {"masters": self.masters, "inner": self.inner}
+        key = jax.tree_util.GetAttrKey
+        paths = [
+            ((key(name), *path), x.shape)
+            for name, tree in fields.items()
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        pairs = zip(paths, self.padding, strict=True)
+        return {path: padding.shape_of(shape) for (path, shape), padding in pairs}
+
+    def unpadded(self) -> Any:
+        """Returns the masters in the parameters' own shapes; call it outside of maps."""
+        leaves, treedef = jax.tree.flatten(self.masters)
+        padding = self.padding[: len(leaves)]
+        return treedef.unflatten(p.cut(x) for p, x in zip(padding, leaves, strict=True))
 
 
 def sharded(
@@ -131,8 +149,11 @@ def sharded(
     the error of the compressed differences. `set_masters` copies all bits of the parameters.
 
     A leaf is split along the first dimension that is a multiple of the number of workers; a leading
-    dimension below 256, which may count layers, is tried last. Leaves that are not compressed
-    (small or excluded ones) and leaves without such a dimension are not split: their gradients are
+    dimension below 256, which may count layers, is tried last. If there is no such dimension, one
+    that is longer than that number is padded with zeros: the one that needs the fewest zeros for
+    its length. Padding is in masters, in the inner state and on the wire; parameters keep their
+    shapes. `dynamiq_jax.explain` names padded leaves. Leaves that are not compressed (small or
+    excluded ones) and leaves without a dimension to split stay whole: their gradients are
     all-reduced, and all workers update them in the same way.
 
     To scatter gradients during the backward pass, use `dq.reduce_in_backward` or `dq.sequential`
@@ -208,25 +229,36 @@ def sharded(
         assert sizes is not None
         placed = _places(params, axis, sizes, request, specs, inside)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        if inside:
-            pairs = zip(jax.tree.leaves(masters), placed, strict=True)
-            own = [own_slice(x, split_of(p, axis.names), axis) for x, p in pairs]
-            masters = jax.tree.unflatten(jax.tree.structure(masters), own)
         names = frozenset().union(*map(axes_of, placed))
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
-        whole = whole_arrays(masters, placed, counts)
+        # Inside a map parameters are whole but for other axes than ours.
+        others = {name: 1 if name in axis.names else count for name, count in counts.items()}
+        whole = whole_arrays(masters, placed, others, [Padding()] * len(placed))
         like = jax.eval_shape(inner.init, whole)
         own = _splits_of_state(like, whole, placed)
-        of_slices = lambda x: on_slices(inner.init, (x,), placed, like, own, counts)
+        splits, wholes = (*placed, *own), jax.tree.leaves((whole, like))
+        workers = dict(zip(axis.names, sizes, strict=True))
+        padding = tuple(
+            padding_of(x.shape, p, workers) for x, p in zip(wholes, splits, strict=True)
+        )
+        if inside:
+            triples = zip(jax.tree.leaves(masters), placed, padding[: len(placed)], strict=True)
+            found = [own_slice(x, split_of(p, axis.names), axis, zeros) for x, p, zeros in triples]
+            masters = jax.tree.unflatten(jax.tree.structure(masters), found)
+        of_slices = lambda x: on_slices(inner.init, (x,), (whole,), placed, like, own, counts)
         state = of_slices(masters) if inside else inner.init(masters)
         if not inside:
             jax.eval_shape(of_slices, masters)  # refuses what slices cannot have
-        splits = (*placed, *own)
         leaves, treedef = jax.tree.flatten((masters, state))
         if inside:
-            pairs = zip(leaves, splits, strict=True)
-            leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
-        elif is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
+            triples = zip(leaves, splits, padding, strict=True)
+            leaves = [
+                axis.to_varying(zeros.cleared(x, axis)) if split_of(p, axis.names) else x
+                for x, p, zeros in triples
+            ]
+        else:
+            leaves = [zeros.padded(x) for zeros, x in zip(padding, leaves, strict=True)]
+        if is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
             mesh = mesh_of(params)
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
         masters, state = treedef.unflatten(leaves)
@@ -243,7 +275,7 @@ def sharded(
         if deferred:
             pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), total)
         gaps = PerWorker(gaps, axis.name, renews=True)
-        told = gaps, splits, pending, norm, in_a_row
+        told = gaps, splits, padding, pending, norm, in_a_row
         return ShardedState(step, skipped, masters, state, *told)
 
     def update(updates, state, params=None, **extra) -> Any:
@@ -308,8 +340,8 @@ def _places(
         else:
             least = request.route(sizes, method).limits.min_leaf_size
             large = math.prod(lengths) >= least
-        leading_last = sorted(range(len(lengths)), key=lambda d: d == 0 and lengths[d] < LAYERS)
-        dimension = next((d for d in leading_last if lengths[d] and lengths[d] % n == 0), None)
+        taken = [d for d, k in enumerate(parts) if k > 1]  # zeros would end each of their parts
+        dimension = split_dimension(lengths, n, taken)
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:
@@ -319,9 +351,9 @@ def _places(
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
         names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
         warn(
-            f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that divides by the {n} "
-            f"workers of axis {axis.name!r}, and every worker updates all of them: {names}; pad "
-            "them to a multiple",
+            f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that the {n} workers of "
+            f"axis {axis.name!r} can split, and every worker updates all of them: {names}; make "
+            f"one a multiple of {n}, or longer than {n} and not split by other axes",
         )
     return found
 
@@ -375,6 +407,12 @@ def _outside(
     return run(updates, state, params, extra)
 
 
+def _slices(wholes: list[Array], total: Reduction) -> list[Array]:
+    """This worker's slices of whole leaves."""
+    triples = zip(wholes, total.splits, total.padding, strict=True)
+    return [own_slice(x, split, total.axis, padding) for x, split, padding in triples]
+
+
 def _some(tree: Any, values: dict[int, Array]) -> Any:
     """A tree like ``tree`` with some of its leaves, by their indices."""
     treedef = jax.tree.structure(tree)
@@ -403,10 +441,11 @@ class _Update(NamedTuple):
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
-        axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
+        axis, zeros = self.total.axis, state.padding[: len(placed)]
+        total = dataclasses.replace(self.total, op=op).placed(placed, padding=zeros)
         held = jax.tree.leaves(state.masters)
         self._check_copies(params, held, total)
-        own = [own_slice(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
+        own = _slices(copies, total)
         if self.check_every:
             compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
             lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
@@ -425,21 +464,27 @@ class _Update(NamedTuple):
             means = [x.astype(jnp.float32) for x in terms]
         else:
             means = self._means(terms, params, total, for_gradients, moved)
+        means = [p.cleared(x, axis) for p, x in zip(zeros, means, strict=True)]  # of their noise
         norm = _norm(means, placed)
         finite = jnp.isfinite(norm)
         if self.max_norm is not None:
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
         sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
+        like = whole_arrays((state.masters, state.inner), state.splits, sizes, state.padding)
         steps, inner = on_slices(
             lambda g, s, p: self.inner.update(g, s, p, **extra),
             (gradients, state.inner, state.masters),
+            (like[0], like[1], like[0]),
             (*placed, *state.splits[len(placed) :], *placed),
-            whole_arrays((state.masters, state.inner), state.splits, sizes),
+            like,
             state.splits,
             sizes,
         )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
+        leaves, both = jax.tree.flatten((masters, inner))
+        pairs = zip(state.padding, leaves, strict=True)
+        masters, inner = both.unflatten(p.cleared(x, axis) for p, x in pairs)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             (masters, inner),
@@ -457,10 +502,8 @@ class _Update(NamedTuple):
             ]
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
-        sums = zip(jax.tree.leaves(masters), own, found, total.splits, strict=True)
-        after = [
-            _gap(x, copy, own_slice(u, split, axis)) if split else 0.0 for x, copy, u, split in sums
-        ]
+        sums = zip(jax.tree.leaves(masters), own, _slices(found, total), total.splits, strict=True)
+        after = [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in sums]
         if pending is not None:  # the copy moves after the update: no distance tells of a change
             after = [jnp.inf if split else 0.0 for split in total.splits]
         far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, after))))
@@ -473,13 +516,16 @@ class _Update(NamedTuple):
         in_a_row = state.skipped_in_a_row
         in_a_row = None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1)
         norm = None if state.norm is None else norm
-        told = masters, inner, state.gaps.after(after), state.splits, pending, norm, in_a_row
+        told = masters, inner, state.gaps.after(after), state.splits, state.padding
+        told = *told, pending, norm, in_a_row
         return added, ShardedState(state.step + 1, skipped, *told)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
-        for x, own, split in zip(describe_leaves(params), masters, total.splits, strict=True):
-            if x.shape != (whole := whole_shape(own.shape, split, sizes)):
+        leaves = describe_leaves(params), masters, total.splits, total.padding
+        for x, own, split, padding in zip(*leaves, strict=True):
+            whole = padding.shape_of(whole_shape(own.shape, split, sizes))
+            if x.shape != whole:
                 raise ValueError(
                     f"params: leaf {x.path} has shape {x.shape}, and its master is a slice of "
                     f"{whole}; pass whole parameters on every worker, which are the copy"
@@ -525,9 +571,10 @@ class _Update(NamedTuple):
                 )
         sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
+        whole = zip(terms, splits, total.padding, strict=True)
         return [
-            (reduced[i] if i in reduced else own_slice(x, split, axis)).astype(jnp.float32)
-            for i, (x, split) in enumerate(zip(terms, splits, strict=True))
+            (reduced[i] if i in reduced else own_slice(*x[:2], axis, x[2])).astype(jnp.float32)
+            for i, x in enumerate(whole)
         ]
 
     def _differences(
@@ -740,26 +787,29 @@ def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     axis = check_axis(state.gaps.axis_name)
     masters, treedef = jax.tree.flatten(state.masters)
-    leaves, placed = describe_leaves(params), state.splits[: len(masters)]
+    leaves, count = describe_leaves(params), len(masters)
+    placed, padding = state.splits[:count], state.padding[:count]
     if jax.tree.structure(params) != treedef:
         raise ValueError(
             f"params are {jax.tree.structure(params)}, and masters are {treedef}; pass the "
             "parameters that this state was made for"
         )
 
-    def own(leaf: Any, x: Array, master: Array, spec: P) -> Array:
-        value = jnp.asarray(x, jnp.float32)
-        value = own_slice(value, split_of(spec, axis.names), axis) if axis.mapped else value
+    def own(leaf: Any, x: Array, master: Array, spec: P, padding: Padding) -> Array:
+        value = padding.padded(jnp.asarray(x, jnp.float32))
+        if axis.mapped:
+            value = own_slice(value, split_of(spec, axis.names), axis, Padding())
         if value.shape != master.shape:
+            padded = f", {padding.zeros} zeros included" if padding.zeros else ""
             raise ValueError(
-                f"params: leaf {leaf.path} has shape {value.shape}, and its master {master.shape}; "
-                "pass whole parameters"
+                f"params: leaf {leaf.path} has shape {leaf.shape}, and its master "
+                f"{master.shape}{padded}; pass whole parameters"
             )
         if axis.mapped or isinstance(master, Tracer):
             return value
         return jax.device_put(value, master.sharding)
 
-    own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, strict=True)
+    own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, padding, strict=True)
     masters = treedef.unflatten(own(*x) for x in own_leaves)
     pending = state.pending
     if pending is not None:  # the parameters are the copy: no differences are left to gather

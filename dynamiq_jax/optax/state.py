@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -31,6 +32,10 @@ class Part:
     def specs(self) -> Any:
         """A tree like the part, of PartitionSpecs."""
         raise NotImplementedError
+
+    def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
+        """The shapes, without zeros at their ends, of leaves that may have some; by their paths."""
+        return {}
 
 
 @functools.partial(
@@ -120,7 +125,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     If the number of workers is unchanged, this is ``saved``, bit for bit. If it has changed, the
     memories of methods are reset, since they differ between workers. Fields that states of an
     earlier version do not have, such as ``norm`` of `ShardedState`, also start from their initial
-    values. If a saved leaf has no place, an error names it.
+    values. Leaves that `sharded` pads may end with another number of zeros, or with none, for
+    another number of workers or in states of earlier versions. If a saved leaf has no place, an
+    error names it.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -133,19 +140,22 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
 
     Raises:
       ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is neither
-        a leaf of `PerWorker` nor a field that earlier versions do not have.
+        a leaf of `PerWorker` nor a field that earlier versions do not have, nor differs only by
+        zeros.
     """
     old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     parts, treedef = jax.tree_util.tree_flatten_with_path(
         fresh, is_leaf=lambda x: isinstance(x, PerWorker)
     )
     done: list[Any] = []
-    notes, later = [], _later(fresh)
+    notes, later, unpadded = [], _later(fresh), _unpadded(fresh)
     for path, part in parts:
         leaves, inner = jax.tree_util.tree_flatten_with_path(part)
         names = [_name((*path, *within)) for within, _ in leaves]
         now = [leaf for _, leaf in leaves]
         then = [old.get(name) for name in names]
+        if names[0] in unpadded and then[0] is not None:
+            then = [_padded_anew(then[0], unpadded[names[0]], now[0].shape)]
         same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
         if all(same):
             pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
@@ -200,13 +210,37 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
 
 
+def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
+    """The parts of a state, by their paths."""
+    is_part = lambda x: isinstance(x, Part)
+    leaves = jax.tree_util.tree_leaves_with_path(fresh, is_leaf=is_part)
+    return [(path, part) for path, part in leaves if is_part(part)]
+
+
 def _later(fresh: Any) -> set[str]:
     """The names of leaves that states of earlier versions do not have."""
-    is_part = lambda x: isinstance(x, Part)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(fresh, is_leaf=is_part)
-    parts = [(path, part) for path, part in leaves if is_part(part)]
     key = jax.tree_util.GetAttrKey
-    return {_name((*path, key(field))) for path, part in parts for field in part.later}
+    return {_name((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
+
+
+def _unpadded(fresh: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of leaves that may have zeros at their ends, without these."""
+    pairs = ((path, part.shapes()) for path, part in _parts(fresh))
+    return {_name((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
+
+
+def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """A leaf of shape ``own`` with the zeros of another ``shape``; as it is, if it is not such."""
+    found = jnp.shape(x)
+    if found == shape or len(found) != len(own):
+        return x
+    if any(length < least for length, least in zip(found, own, strict=True)):
+        return x
+    x = np.asarray(x)
+    leaf = x[tuple(map(slice, own))]
+    if np.count_nonzero(x) != np.count_nonzero(leaf):  # these are no zeros
+        return x
+    return np.pad(leaf, [(0, now - length) for now, length in zip(shape, own, strict=True)])
 
 
 def _name(path: tuple) -> str:

@@ -8,7 +8,7 @@ from typing import Self
 
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.request.routes import Route, TwoLevels
-from dynamiq_jax.request.ways import Way, lines, ways
+from dynamiq_jax.request.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
 
 
@@ -53,6 +53,7 @@ class Explanation:
       ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
         nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
       fastest: the way that takes the least time on the wire, in words; `None` without a rate.
+      padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
     """
 
     rows: tuple[Row, ...]
@@ -68,6 +69,7 @@ class Explanation:
     advice: str | None
     ways: tuple[Way, ...] = ()
     fastest: str | None = None
+    padded: tuple[PaddedLeaf, ...] = ()
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
@@ -91,6 +93,8 @@ class Explanation:
         feet = [(name, "", "", "", f"{x:,.0f}", f"{bits * x:.3f}") for name, x in totals]
         if self.ways:
             caption += ["", *lines(self.ways)]
+        if self.padded:
+            caption += ["", _said_of(self.padded, self.n_workers)]
         if self.fastest:
             caption += ["", self.fastest]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
@@ -160,6 +164,7 @@ def explain_grouping(
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
     if not any(isinstance(route.runner, TwoLevels) for route in routes):
         outer = total  # one level: all bytes are those of its axes
+    found = ways(grouping, (total, outer), n) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
@@ -174,7 +179,21 @@ def explain_grouping(
         bits_per_coord=bits(total, size),
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
-        ways=ways(grouping, (total, outer), n) if pays else (),
+        ways=found,
+        padded=padded_leaves(grouping, n) if found else (),
+    )
+
+
+def _said_of(padded: Sequence[PaddedLeaf], n_workers: int) -> str:
+    """A line about what sharded updates pad."""
+    count, nbytes = len(padded), sum(leaf.kept_bytes for leaf in padded)
+    shape = lambda lengths: "x".join(map(str, lengths))
+    said = [f"{x.name} {shape(x.shape)} to {shape(x.padded_shape)}" for x in padded[:4]]
+    more = f", and {count - 4} more" if count > 4 else ""
+    leaves = "1 leaf" if count == 1 else f"{count} leaves"
+    return (
+        f"Sharded updates pad {leaves} with zeros, {nbytes:,} bytes of the state of all "
+        f"{n_workers} workers: {', '.join(said)}{more}"
     )
 
 

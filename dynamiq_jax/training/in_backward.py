@@ -153,7 +153,7 @@ class Reducer:
     ):
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         sizes, compression = axis_sizes(total.axis, caller), total.compression
-        total, whole = total.of_shards(params, specs)
+        total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         self.whole = total.whole
         """Gathers the shards in a tree, with the words of a key; other leaves stay unchanged."""

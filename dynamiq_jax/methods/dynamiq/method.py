@@ -1,10 +1,9 @@
 """The DynamiQ method: its options, and the all-reduce of one flat array (docs/algorithm.md)."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ from jax import Array
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.executors.codec import ChunkCodec, Encoder
+from dynamiq_jax.core.axis import Varying
+from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
@@ -387,22 +387,65 @@ class DynamiQ(HopMethod):
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """See `Method`; each worker's ``x`` is encoded once, separately."""
-        size, n, axis = x.shape[0], call.n_workers, call.axis
         self.warn(call._replace(topology=Direct()), "all_gather")
-        layout = self.gather_layout(size, n)
-        gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
-            # Every worker encodes as the slot of its number, under a plan for all slices, in their
-            # order: statistics [workers, k, rows] become [k, workers * rows].
-            stats = jnp.moveaxis(gather(self.measure(x, layout)), 0, 1)
-            stats = stats.reshape(stats.shape[0], -1)
-            shared = shared_plan(stats, call.seed, layout, n, self.backend)
-            payload = encode_slice(x, shared, layout, axis.index, self.backend)
-            codec = chunk_codec(x, shared, layout, call, backend=self.backend)
-            owners = jnp.arange(n, dtype=jnp.int32)
-            everyone = Encoder(0, owners, owners)
-            result = codec.decode(gather(payload), owners, everyone, None)
-            return result.reshape(n, -1)[:, :size]
+            layout, to = self.gather_layout(x.shape[0], call.n_workers), _typed(invarying)
+            shared = self._plan_of_all(self.measure(x, layout), layout, call, to)
+            payload = encode_slice(x, shared, layout, call.axis.index, self.backend)
+            return self._gathered(payload, x, shared, layout, call, to)
+
+    def pack(self, x: Float[Array, " s"], call: Call) -> tuple[Array, Payload]:
+        """See `Method`: the statistics of ``x``, and its payload."""
+        self.warn(call._replace(topology=Direct()), "all_gather")
+        layout = self.gather_layout(x.shape[0], call.n_workers)
+        stats = self.measure(x, layout)
+        shared = self._plan_of_all(stats, layout, call, "varying")
+        return stats, encode_slice(x, shared, layout, call.axis.index, self.backend)
+
+    def unpack(
+        self,
+        packed: tuple[Array, Payload],
+        size: int,
+        dtype: Any,
+        call: Call,
+        *,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """See `Method`; the plan is computed again from the statistics of all workers."""
+        (stats, payload), to = packed, _typed(invarying)
+        with jax.named_scope("dynamiq_all_gather"):
+            layout = self.gather_layout(size, call.n_workers)
+            shared = self._plan_of_all(stats, layout, call, to)
+            like = jnp.zeros(size, dtype)
+            return self._gathered(payload, like, shared, layout, call, to)
+
+    def _plan_of_all(self, stats: Array, layout: Layout, call: Call, to: Varying) -> SharedPlan:
+        """The plan for all slices, in their order, from the statistics of every worker."""
+        # Every worker encodes as the slot of its number: [workers, k, rows] to [k, workers * rows].
+        stats = jnp.moveaxis(call.axis.all_gather(stats, to=to), 0, 1)
+        stats = stats.reshape(stats.shape[0], -1)
+        return shared_plan(stats, call.seed, layout, call.n_workers, self.backend)
+
+    def _gathered(
+        self,
+        payload: Payload,
+        like: Float[Array, " s"],
+        shared: SharedPlan,
+        layout: Layout,
+        call: Call,
+        to: Varying,
+    ) -> Float[Array, "n s"]:
+        """All slices, from every worker's payload; each is ``like`` this one in shape and dtype."""
+        codec = chunk_codec(like, shared, layout, call, backend=self.backend)
+        owners = jnp.arange(call.n_workers, dtype=jnp.int32)
+        everyone = Encoder(0, owners, owners)
+        payloads = call.axis.all_gather(payload, to=to)
+        result = codec.decode(payloads, owners, everyone, None)
+        return result.reshape(call.n_workers, -1)[:, : like.shape[0]]
+
+
+def _typed(invarying: bool) -> Varying:
+    return "invarying" if invarying else "varying"
 
 
 def _stages(n_workers: int, topology: Topology, collective: Collective) -> tuple[Stage, ...]:
