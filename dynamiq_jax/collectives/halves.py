@@ -171,6 +171,7 @@ def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
 def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
+    # [n, ..., s, ...] becomes [..., n, s, ...], and tiled blocks join to n * s.
     whole = jnp.moveaxis(blocks, 0, at)
     if not tiled:
         return whole
@@ -365,6 +366,7 @@ def _gather_leaves(
 
 def _take_apart(gathered: Array, bucket: Bucket, values: list, back: Callable) -> None:
     """Splits a gathered bucket, [n, s], into its leaves, and stores them in ``values``."""
+    # The row of a worker has its shards one after the other, in the order of the bucket's leaves.
     shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
     for leaf, own in zip(bucket.leaves, shards, strict=True):
         values[leaf.index] = back(from_flat(own, leaf))

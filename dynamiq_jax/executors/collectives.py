@@ -62,6 +62,7 @@ Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
 
 
 def _gathered_sinks(payloads: Payload, axis: Axis) -> Sinks:
+    # A gather brings a leading axis of workers; it replaces the axis of one chunk.
     own = jax.tree.map(lambda x: x[0], payloads)
     gathered = jax.tree.map(lambda x: axis.all_gather(x, to="invarying"), own)
     yield gathered, jnp.arange(axis.size, dtype=jnp.int32)
@@ -84,6 +85,7 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
 
 def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: int) -> Array:
     """Reduces every chunk; returns what `ChunkCodec.finish` makes of this worker's chunks."""
+    # This worker's chunks have the indices mine, ..., mine + streams - 1.
     mine = axis.index * streams
     inputs, _ = _reduce(topology, codec, axis, streams)
     assert codec.finish is not None
@@ -108,6 +110,7 @@ def _reduce(
         schedule = permuted(schedule, n_workers)
     for rounds in schedule:
         looped = rounds.looped and rounds.length > 2
+        # `loop` runs all rounds but the first.
         for t in range(1 if looped else rounds.length):
             step = rounds.step(t)
             table = chunk_table(step, n_workers)
@@ -118,6 +121,7 @@ def _reduce(
         if looped:
             held, lost = run.loop(rounds, held, lost)
     own = np.arange(n_workers, dtype=np.int32)[:, None]
+    # In the end every worker needs the chunk that it owns: its own index, int32[n, 1].
     return [run.inputs(mine, own) for mine in held], lost
 
 
@@ -168,6 +172,7 @@ class _Run(NamedTuple):
                 continue
             if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.axis.index]
+                # Of payloads [k, c], those of the wanted chunks, for all k senders.
                 take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")
                 arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)
@@ -178,8 +183,10 @@ class _Run(NamedTuple):
     ) -> tuple[Payload, Array | None]:
         """The payloads of one stream's chunks in a step."""
         me = self.axis.index
+        # From owners to chunks, which have the indices owner * streams + stream.
         chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
         encoder = Encoder(step.stage, step.slot(me), me)
+        # If all workers send to all, the chunk at position me is this worker's own, and stays here.
         skip = me if step.to is None and not arrived else None
         return self.codec.encode(arrived, chunks, encoder, lost, skip=skip)
 
@@ -188,9 +195,11 @@ class _Run(NamedTuple):
         if step.to is None:
             by_kernel = functools.partial(self.axis.push, to_all=False)
             exchange = by_kernel if self.push else self.axis.all_to_all
+            # One payload of each of k = n senders, for the c = 1 chunk of this worker: [n, 1, ...].
             return jax.tree.map(lambda x: x[:, None], exchange(payloads))
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
+        # The payloads of one sender, k = 1, for its c chunks: [1, c, ...].
         return jax.tree.map(lambda x: x[None], self.axis.ppermute(payloads, pairs))
 
     def held(self, step: Step, moved: Payload) -> _Received:
@@ -210,6 +219,7 @@ class _Run(NamedTuple):
         """Whose chunks every worker is sent."""
         if step.to is None:
             return np.arange(self.n_workers, dtype=np.int32)[:, None]
+        # Row w of the result is the row of the worker that sends to w.
         return chunk_table(step, self.n_workers)[_senders(step, self.n_workers)]
 
 

@@ -41,6 +41,7 @@ class Tree(NamedTuple):
         for worker in np.argsort(self.step, kind="stable").tolist():
             if self.to[worker] >= 0:
                 senders[self.to[worker]].append(worker)
+        # From the owner, whose `to` is -1, depth first: receivers before senders. Then reversed.
         left, found = [int(np.argmin(self.to))], []
         while left:
             found.append(left.pop())
@@ -61,6 +62,7 @@ def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
             senders, to = workers[sends], step.to(workers)
         for of, value in zip(tree, (number, step.stage, step.slot(workers), to), strict=True):
             of[senders] = np.broadcast_to(value, workers.shape)[senders]
+    # The owner encodes last, as the sink.
     tree.stage[owner], tree.slot[owner] = len(stages) - 1, sink_slot(stages, owner)
     return tree
 

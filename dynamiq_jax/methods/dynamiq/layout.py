@@ -104,6 +104,7 @@ class Layout:
     @property
     def sample_step(self) -> int:
         """Super-groups from one sample of a worker to the next, without a plan."""
+        # Rounded up, so that a worker sends at most `MOST_SAMPLES` samples.
         return -(-self._sampled_rows // MOST_SAMPLES)
 
     @property
@@ -198,9 +199,11 @@ def make_layout(
         narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
+    # A payload holds the least widths for all tiles, even if they exceed the budget.
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
     layout = dataclasses.replace(layout, payload_words=words)
     if not planned:
+        # The widths are known now: the format needs no others, and payloads carry NaN in scales.
         used = {int(w) for stage in range(len(words)) for w in np.unique(layout.widths(stage))}
         fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
         layout = dataclasses.replace(layout, fmt=fmt)

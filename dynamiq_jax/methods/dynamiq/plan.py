@@ -76,6 +76,7 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     # Pairs (level, upgrade), numbered level * U + upgrade: those to the floor, then by gain.
     order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
     upgrade = order % max(len(upgrades), 1)
+    # taken[i, u]: how many of the first i + 1 pairs are upgrade u; `pad` adds a row for no pair.
     taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
     assert np.all(np.diff(taken, axis=1) <= 0), "an upgrade before the one that it follows"
     return np.pad(taken, ((1, 0), (0, 0))).astype(np.int32)
@@ -94,6 +95,7 @@ def upgrades_of(
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
     shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
+    # taken[u, i, s]: the levels that have upgrade u under floor i in state s.
     taken = np.zeros((*shape, 1 + max(order.shape[1] for order in orders)), np.int32)
     words, wider = np.ones(shape, np.int32), np.zeros(shape, np.int32)
     # Floor i may have fewer upgrades and states: no tile gets the rest, and its last state repeats.
@@ -130,6 +132,7 @@ def make_plan(
     energy = jnp.where(poisoned, 0.0, energy)
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
     order, tiles, tile_energy = order_and_tiles(energy, layout, backend)
+    # Padding has the last indices, and mean zero.
     pad = (0, layout.super_groups - layout.rows)
     seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
@@ -140,6 +143,7 @@ def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
 
     The seed of the rounding and the energy of the gradient follow from them.
     """
+    # The first coordinate of every super-group that is sampled.
     x = x[:: layout.sample_step * layout.super_group_size].astype(jnp.float32)
     return jnp.stack([x * x, x]).astype(jnp.bfloat16)
 
@@ -152,11 +156,13 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     """
     squares = samples[0].astype(jnp.float32)
     known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
+    # Padding has no energy, so the mean over all super-groups is smaller than that over rows.
     energy = known * np.float32(layout.rows / layout.super_groups)
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
         widths = layout.widths(stage)
         words = np.array([layout.fmt.tile_words(w) for w in range(17)])[widths]
+        # A record starts where the record of the tile before it ends.
         records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
         tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
@@ -198,6 +204,7 @@ def order_and_tiles(
     payload_words, floors = zip(*different, strict=True)
     taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, payload_words, floors)
     shape = layout.chunks, layout.chunk_super_groups
+    # Each shard is ordered separately: [rows] becomes [shards, rows of a shard].
     energy = energy.reshape(layout.shards, -1)
     order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
     return order, tuple(tiles[different.index(stage)] for stage in stages), energy
