@@ -85,7 +85,7 @@ def value_and_grad(
         select; pass `None` for a module among them.
       weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
       aux: as for `dynamiq_jax.value_and_grad`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to

@@ -85,7 +85,7 @@ def all_to_all(
         method.
       key: as for `psum`. The backward pass uses other noise from the same key. Without a key the
         noise of `DynamiQ` is a hash of each worker's data.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` with the blocks that this worker received, in the leaf's dtype.

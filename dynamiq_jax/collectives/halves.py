@@ -72,7 +72,7 @@ def psum_scatter(
       topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`; they also work with ``check_vma=True``.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` with this worker's slice of every sum, in the leaf's dtype.
@@ -266,7 +266,7 @@ def all_gather(
         several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` of gathered leaves in their dtypes, with the same bits on all workers.

@@ -55,7 +55,7 @@ def liec(
       compression: a method over `dynamiq_jax.Direct` whose chunks have the same coordinates in
         every step. Default: ``MinMax()``, 4 bits.
       key: as for `all_reduce`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Raises:
       ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does.

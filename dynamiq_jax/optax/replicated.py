@@ -51,7 +51,7 @@ def all_reduce(
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a

@@ -205,7 +205,7 @@ def sharded(
       check_every: the number of steps after which workers compare a hash of their copies, with an
         error at run time if they differ. 0: never.
       deferred: whether differences are gathered at the start of the next step.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params)`` returns updates, a tree like

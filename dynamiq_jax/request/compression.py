@@ -444,7 +444,7 @@ def explain(
       specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
       rate: the rate of a host's link in each direction, a string such as "25gbit". The explanation
         then has the wire's times, in ms, as for `Compression.explain`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The route, the bytes and the bits per coordinate of every leaf, and their totals for one

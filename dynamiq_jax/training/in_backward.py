@@ -98,7 +98,7 @@ def reduce_in_backward(
         all-gathers in 16 bits and in the leaf's dtype.
       copies: inside of maps, a tree like ``params`` of whole leaves, with the same bits on all
         workers, in any floating-point dtype. Gradients have the dtype of ``params``.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``params`` of whole leaves that vary over the axis; with ``copies``, the copies.

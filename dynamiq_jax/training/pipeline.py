@@ -119,7 +119,7 @@ def sequential(
         functions.
       reshard_after_forward: whether the forward pass keeps only the shards of parameters. `False`
         saves the second gather, and needs memory for all payloads.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The result of the last function. With ``pending`` a pair: this result, and the current copies,

@@ -140,7 +140,7 @@ def value_and_grad(
         `jax.value_and_grad`. Their gradients are zeros of dtype float0, which are not sent.
         Integers that are sharded over data axes are gathered before the loss, like other
         parameters.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
