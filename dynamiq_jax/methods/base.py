@@ -195,7 +195,7 @@ class Method(Options, ABC):
         raise NotImplementedError
 
     def pack(self, x: Float[Array, " s"], call: Call) -> Any:
-        """What `unpack` gathers of this worker's ``x``: a pytree of arrays, encoded."""
+        """The encoding of this worker's ``x`` that `unpack` gathers: a pytree of arrays."""
         raise NotImplementedError(
             f"method={self!r} keeps no payloads for later gathers; pass a quantiser, such as "
             "dq.DynamiQ(bits=8)"

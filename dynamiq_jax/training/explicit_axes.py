@@ -52,7 +52,7 @@ from dynamiq_jax.tree.placement import (
 
 
 class _ByUse(NamedTuple):
-    """What `uses.per_use` gives: the value, and by leaf gradients that are terms or sums."""
+    """The result of `uses.per_use`: the value, and by leaf gradients that are terms or sums."""
 
     value: Any
     """The loss; with aux if there is one."""
