@@ -74,7 +74,7 @@ def psum(
         ``check_vma=False`` the specs say which leaves are copies over other manual axes; without
         specs each leaf then travels in a bucket of its own. Outside of maps the specs say how sums
         are sharded, also over the summed axes. By default sums are sharded like their terms.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x``.
@@ -119,7 +119,7 @@ def pmean(
       axis_index_groups: as for `psum`; each group has its own mean.
       specs: as for `psum`.
       weight: how much this worker counts, as for `reduce`: a scalar, such as its number of tokens.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x``, with the same bits on all workers. With a ``weight`` it holds weighted
@@ -171,7 +171,7 @@ def reduce(
         0 contributes nothing, not even NaN. If all weights are 0, the mean is 0. A negative,
         infinite or NaN weight makes the mean NaN on all workers. Leaves must be floating-point; for
         f16 leaves, n times their values must fit f16.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.

@@ -52,34 +52,34 @@ def psum_scatter(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
-    """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
+    """Sums every leaf over the mapped axis; worker i gets slice i of the sum.
 
     This is the reduce-scatter half of `psum`, with the semantics and the derivative of
-    `jax.lax.psum_scatter`. The sum of a slice is decoded by its owner and not encoded again. Widths
-    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics of
-    the whole included.
+    `jax.lax.psum_scatter`. The owner of a slice does not encode the sum again. Widths are chosen
+    separately for every slice, at ``method.bits`` bits per coordinate, including the statistics of
+    the whole leaf.
 
     Args:
-      x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
-        along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
-        that is not the last one cost a copy.
+      x: any pytree; the same leaves are compressed as in `psum`. Slices along a dimension other
+        than 0, slices whose size is not a multiple of 256 coordinates, and a ``scale_axis`` other
+        than the last axis cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
+      scatter_dimension: the dimension of every leaf that is sliced; negative values count from the
         last.
-      tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
-        it is n and is removed.
+      tiled: if true, the dimension is a multiple of n, the number of workers, and shrinks to 1/n of
+        it; otherwise it is n and is removed.
       compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
-      axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      axis_index_groups: as for `psum`; they also work with ``check_vma=True``.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, of this worker's own slice of every sum, in the leaf's dtype.
+      A tree like ``x`` with this worker's slice of every sum, in the leaf's dtype.
 
     Raises:
-      ValueError: a leaf's dimension does not divide, a leaf that would be compressed does not vary
-        over the axis, or an argument is malformed.
+      ValueError: a leaf's dimension is not a multiple of n, a leaf that would be compressed does
+        not vary over the axis, or an argument is malformed.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
@@ -164,13 +164,14 @@ def divide(total: Array, divisor: int, dtype: Any) -> Array:
 
 
 def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The last axis cut into parts of these sizes."""
+    """The last axis, cut into parts of these sizes."""
     return [x[..., start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
+    # [n, ..., s, ...] becomes [..., n, s, ...], and tiled blocks join to n * s.
     whole = jnp.moveaxis(blocks, 0, at)
     if not tiled:
         return whole
@@ -186,7 +187,7 @@ class Cut(NamedTuple):
     n_workers: int
 
     def check(self, leaf: Leaf, name: str, remedy: str) -> None:
-        """Refuses a leaf that is not cut so; ``name`` is the argument of the dimension."""
+        """Refuses a leaf that cannot be cut like this; ``name`` is the dimension's argument."""
         check_axis_of(leaf, name, self.dimension)
         length, n = leaf.shape[self.dimension], self.n_workers
         said = f"leaf {leaf.name} has {length} entries along {name}={self.dimension}"
@@ -241,36 +242,38 @@ def all_gather(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree | Any:
-    """Gathers every worker's leaves, quantised: all workers end with the same bits.
+    """Gathers every worker's leaves, quantised; all workers get the same bits.
 
     The semantics and the derivative are those of `jax.lax.all_gather`: cotangents are summed
-    exactly, in their dtype. The result is its result with unbiased noise: every worker encodes its
-    shard once, at ``method.bits`` bits per coordinate with widths from that shard's own statistics.
-    Parameters, unlike gradients, are of even energy: ``DynamiQ(bits=8)`` serves them well.
+    exactly, in their dtype. The result is the exact result plus unbiased noise: every worker
+    encodes its shard once, at ``method.bits`` bits per coordinate, with widths from the statistics
+    of this shard. Unlike gradients, parameters have even energy: ``DynamiQ(bits=8)`` suits them.
 
-    Frozen shards need no encoding in each step. `dynamiq_jax.optax.pack` encodes them once; of what
-    it returns the result is that of its shards under its key, bit for bit, without a derivative.
+    Frozen shards need not be encoded in each step: `dynamiq_jax.optax.pack` encodes them once. For
+    packed shards the result has the same bits as for the shards under the key of `pack`, and no
+    derivative.
 
     Args:
-      x: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
-        in `psum`, for the gathered leaf. Or what `dynamiq_jax.optax.pack` returned; it has its own
-        compression and key.
+      x: any pytree of shards, of equal shapes on all workers; the rules of `psum` say, by the size
+        of the gathered leaf, which leaves are compressed. Or a result of `dynamiq_jax.optax.pack`,
+        which has its own compression and key.
       axis_name: the mapped axis; a tuple counts as one axis.
-      axis: the dimension along which shards are put together.
-      tiled: whether they are concatenated along it, or stacked as a new one.
-      to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
-        "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
-      compression: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
+      axis: the dimension along which shards are joined.
+      tiled: whether shards are concatenated along this dimension, or stacked along a new one.
+      to: the type of the result over the axis, as for `jax.lax.all_gather`: "varying", "invarying"
+        (replicated) or "reduced". It has no effect if JAX does not track types.
+      compression: as for `psum`. Its topology has an effect only if it is `Hierarchical`, over
+        several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, of gathered leaves in their dtypes, with the same bits on all workers.
+      A tree like ``x`` of gathered leaves in their dtypes, with the same bits on all workers.
 
     Raises:
-      ValueError: a leaf does not have the axis, an argument is malformed, or packed shards are
-        those of another axis, or come with a compression or a key.
+      ValueError: a leaf does not have the axis, an argument is malformed, or packed shards are for
+        another axis, or are passed with a compression or a key.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` under `jax.vmap` or with ``to``, positional axes,
         or leaves to be compressed where `jax.shard_map` left axes of the mesh automatic or
@@ -297,7 +300,7 @@ def gather_over(
     to: Varying = "varying",
     key: Array | None = None,
 ) -> Tree:
-    """`all_gather` with its arguments as one request."""
+    """`all_gather` with its arguments in one request."""
     if not axis.names:
         return tree
     told = {"axis": dimension, "tiled": tiled, "to": to}
@@ -322,7 +325,7 @@ def _grouped_shards(
     key: Array | None,
     told: dict[str, Any],
 ) -> tuple[Grouping, list[Leaf]]:
-    """Which shards travel in which bucket, after all checks of what is told."""
+    """The buckets of the shards, after all checks of the arguments ``told``."""
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
@@ -362,7 +365,8 @@ def _gather_leaves(
 
 
 def _take_apart(gathered: Array, bucket: Bucket, values: list, back: Callable) -> None:
-    """Puts the leaves of a bucket of all workers, [n, s], where their values are."""
+    """Splits a gathered bucket, [n, s], into its leaves, and stores them in ``values``."""
+    # The row of a worker has its shards one after the other, in the order of the bucket's leaves.
     shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
     for leaf, own in zip(bucket.leaves, shards, strict=True):
         values[leaf.index] = back(from_flat(own, leaf))
@@ -388,8 +392,8 @@ def pack(
 ) -> Packed:
     """Encodes frozen shards once, for an `all_gather` of their payloads in each step.
 
-    A base of LoRA under FSDP is 1 byte a coordinate then, divided by the workers, and no step
-    encodes it. Call it inside of the map, before training:
+    A frozen base of LoRA under FSDP then takes 1 byte per coordinate, divided by the number of
+    workers, and no step encodes it. Call `pack` inside of the map, before training:
 
         pack = jax.shard_map(
             lambda base: dq.optax.pack(base, "data", compression=dq.DynamiQ(bits=8)),
@@ -398,15 +402,16 @@ def pack(
         packed = jax.jit(pack)(base)
 
     In the step, with ``P("data")`` as the spec of ``packed``, ``dq.all_gather(packed, "data",
-    tiled=True)`` has the bits of ``dq.all_gather(base, "data", tiled=True, ...)`` under the same
-    compression and key. Layers of a scan: `jax.lax.map` over stacked shards gives stacked payloads,
-    which `jax.lax.scan` takes layer by layer.
+    tiled=True)`` has the same bits as ``dq.all_gather(base, "data", tiled=True, ...)`` with the
+    same compression and key. For the layers of a scan, call it in `jax.lax.map` over stacked
+    shards; `jax.lax.scan` takes the stacked payloads layer by layer.
 
     Args:
       shards: any pytree of this worker's shards, of equal shapes on all workers.
       axis_name: the mapped axis; a tuple counts as one axis.
-      compression: as for `all_gather`; which leaves are compressed, too.
-      key: as for `all_gather`: the key of the rounding, the same on all workers. It is kept.
+      compression: as for `all_gather`; the same leaves are compressed.
+      key: as for `all_gather`: the key of the rounding, the same on all workers. The result keeps
+        it.
 
     Returns:
       A pytree node of arrays, each with a leading axis of 1 inside of the map.
@@ -414,7 +419,7 @@ def pack(
     Raises:
       ValueError: an argument is malformed.
       NameError: ``axis_name`` is not mapped.
-      NotImplementedError: the method keeps no payloads, or as `all_gather`.
+      NotImplementedError: the method does not support packing, or as for `all_gather`.
     """
     axis, request = check_axis(axis_name), as_compression(compression)
     grouping, _ = _grouped_shards("pack", axis, shards, request, key, {})
@@ -497,7 +502,7 @@ def check_and_describe(
     key: Array | None,
     told: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
-    """Sizes of the axes, leaves, and which are fixed; compares the first call of all processes."""
+    """The axes' sizes, the leaves, and the fixed ones; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
     told = {"key": key, **told}
     compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
@@ -516,12 +521,12 @@ def group_parts(
     shards: int = 1,
     check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
-    """Buckets of the leaves that are not fixed; those travel exactly.
+    """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
 
-    On fast links `psum_scatter` starts to pay at larger buckets than `psum`: a limit that was
-    measured there is taken as it was measured for `psum_scatter`, and a limit that the user gave
-    stands. With ``shards`` the limits are for leaves so many times as large. ``check`` refuses
-    methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
+    limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is kept.
+    With ``shards`` the limits apply to leaves that are this many times as large. ``check`` refuses
+    unsuitable methods.
     """
 
     def limits_of(route: Route) -> Limits:
@@ -541,7 +546,7 @@ def group_parts(
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
-    """Refuses an axis that a leaf does not have, of which its result has ``more``."""
+    """Refuses an axis that a leaf does not have; its result has ``more`` axes."""
     count = len(leaf.shape) + more
     if not -count <= axis < count:
         raise ValueError(

@@ -18,7 +18,7 @@ from dynamiq_jax.tree.leaves import Grouping
 )
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """What `dynamiq_jax.optax.pack` keeps of every worker's shards, for `dynamiq_jax.all_gather`.
+    """The result of `dynamiq_jax.optax.pack`: every worker's encoded shards, for `all_gather`.
 
     All arrays have a leading axis: of all workers outside of maps, and of 1 inside. So
     ``P(axis_name)`` is the spec of the whole node, for `jax.shard_map` and for its placement.
@@ -29,8 +29,8 @@ class Packed:
       exact: shards of the leaves that are not compressed, in their shapes and dtypes.
       words: the words of the key of the rounding, uint32[n, 2], or `None` without a key.
       axis: the workers.
-      n_workers: how many they are.
-      grouping: which leaves are in which bucket, and how these travel.
+      n_workers: the number of workers.
+      grouping: the leaves of each bucket, and the routes of buckets.
       treedef: the structure of the shards.
     """
 

@@ -2,9 +2,9 @@
 
 All workers hold the same *copy* of the parameters. The owner of a slice holds an f32 *master* of it
 and the inner optimizer's state for it. Gradients are scattered to the owners. An owner updates its
-masters and encodes how far they are from the copy. Everybody, the owner too, adds the decoded
-difference to the copy. What an encoding loses is in the next difference: error feedback without a
-memory of its own.
+masters and encodes their difference from the copy. All workers, including the owner, add the
+decoded difference to the copy. The error of an encoding is part of the next difference: this is
+error feedback without a separate memory.
 """
 
 import dataclasses
@@ -59,24 +59,25 @@ from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
 class ShardedState(Part):
     """The state of `sharded` in ``opt_state``.
 
-    Outside of maps arrays have their whole shapes, sharded over the workers, and so do they in
-    checkpoints. Inside a map they are this worker's slices.
+    Outside of maps, and in checkpoints, arrays have their whole shapes, sharded over the workers.
+    Inside a map they are this worker's slices.
 
     Attributes:
-      step: updates so far, the skipped ones included, int32.
-      skipped: updates that were left out, since the gradient was not finite, int32.
-      masters: the parameters in f32, padded; `unpadded` cuts the zeros off.
-      inner: the inner optimizer's state for the masters, padded alike.
+      step: the number of updates so far, including skipped ones, int32.
+      skipped: the number of updates that were skipped, since the gradient was not finite, int32.
+      masters: the parameters in f32, padded; `unpadded` removes the zeros.
+      inner: the inner optimizer's state for the masters, padded in the same way.
       gaps: the largest distance of each worker's masters from the copy after the last update,
-        f32[n, L] for n workers and L leaves. The user has changed coordinates that are further off.
+        f32[n, L] for n workers and L leaves. A coordinate with a larger distance was changed by the
+        user.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
-      padding: the zeros that end each of these leaves.
-      pending: with ``deferred=True`` the differences that the next step gathers, else `None`.
-      norm: the norm of the last update's mean gradient over all parameters, before the clip, f32;
-        infinite or NaN if that update was skipped, and 0 before the first.
-      skipped_in_a_row: how many of the last updates were skipped one after the other, int32; 0
-        after an update that was not. `None`, as ``norm``, in a state of an earlier version, which
-        goes on without them; `restore_state` adds them.
+      padding: the zeros at the end of each of these leaves.
+      pending: with ``deferred=True``, the differences that the next step gathers, else `None`.
+      norm: the norm of the last update's mean gradient over all parameters, before clipping, f32;
+        infinite or NaN if that update was skipped, and 0 before the first update.
+      skipped_in_a_row: the number of consecutive updates that were skipped last, int32; 0 after an
+        update that was not skipped. Like ``norm`` it is `None` in a state of an earlier version,
+        which continues without both; `restore_state` adds them.
     """
 
     later = "norm", "skipped_in_a_row"
@@ -133,36 +134,37 @@ def sharded(
     deferred: bool = False,
     method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
+    """Wraps an optimizer so that each worker updates its slices (ZeRO-1).
 
-    A clip by norm before it would clip every worker's gradients by this worker's own norm. The
-    transformation stands in the place of `all_reduce` and the optimizer after it. ``update`` takes
-    every worker's own gradients and the parameters. It scatters the gradients' mean, updates the
-    masters of this worker's slices, gathers differences of parameters, and returns updates for
-    `optax.apply_updates`, with the same bits on all workers. Masters and the inner state take 1/n
-    of the memory, and the update 1/n of the work.
+    Clip by norm with ``max_norm=``: a clip before this transformation would use the norm of each
+    worker's own gradients. The transformation replaces `all_reduce` and the optimizer after it.
+    ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
+    mean, updates the masters of this worker's slices, gathers differences of parameters, and
+    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters and the
+    inner state take 1/n of the memory, and the update takes 1/n of the work.
 
-    **Masters follow parameters that change between updates** (weights that are loaded, an average
-    that is swapped in, a clip, a projection). A coordinate has changed if it is further from its
-    master than any coordinate of its slice was after the last update; smaller changes are less than
-    the error of the compressed differences. `set_masters` takes all bits of the parameters.
+    **Masters follow parameters that you change between updates** (loaded weights, a swapped-in
+    average, a clip, a projection). A coordinate counts as changed if its distance from its master
+    exceeds that of every coordinate of its slice after the last update; smaller changes are below
+    the error of the compressed differences. `set_masters` copies all bits of the parameters.
 
-    A leaf is split along the first dimension that divides by the number of workers; a leading one
-    of less than 256, which may be that of layers, comes last. Where none divides, one that is
-    longer than that number is padded with zeros, the one that needs fewest for its length: in
-    masters, in the inner state and on the wire, while parameters keep their shapes.
-    `dynamiq_jax.explain` names such leaves. Leaves that the method leaves out (small ones, excluded
-    ones) and those without a dimension to split are whole: their gradients are all-reduced, and all
-    workers update them alike.
+    A leaf is split along the first dimension that is a multiple of the number of workers; a leading
+    dimension below 256, which may count layers, is tried last. If there is no such dimension, one
+    that is longer than that number is padded with zeros: the one that needs the fewest zeros for
+    its length. Padding is in masters, in the inner state and on the wire; parameters keep their
+    shapes. `dynamiq_jax.explain` names padded leaves. Leaves that are not compressed (small or
+    excluded ones) and leaves without a dimension to split stay whole: their gradients are
+    all-reduced, and all workers update them in the same way.
 
-    To scatter gradients beside the backward pass, differentiate with respect to ``state.masters``
-    by `dq.reduce_in_backward` or `dq.sequential`, with the parameters as ``copies``. ``update``
-    then takes gradients that are reduced: as large as masters in place of parameters.
+    To scatter gradients during the backward pass, use `dq.reduce_in_backward` or `dq.sequential`
+    with the parameters as ``copies``, and differentiate with respect to ``state.masters``.
+    ``update`` then takes gradients that are already reduced and have the shapes of masters, not of
+    parameters.
 
-    **Deferred differences** (``deferred=True``, the order of DeAR): the update gathers nothing, and
-    its updates of split leaves are zeros. The next step brings the parameters up to date, and
-    passes the result to ``update``. `dq.sequential` gathers each function's differences while the
-    function before it runs:
+    **Deferred differences** (``deferred=True``, the order of DeAR): the update does not gather, and
+    its updates of split leaves are zeros. The next step applies the differences, and passes the
+    current parameters to ``update``. `dq.sequential` gathers the differences of each function while
+    the previous function runs:
 
         def loss(masters):
             options = {"specs": specs.masters, "copies": params, "pending": state.pending}
@@ -172,47 +174,47 @@ def sharded(
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
 
-    `gathered` returns the current parameters, for evaluation and for steps without a pipeline. A
-    state and the parameters beside it resume as they are. Masters do not follow changed parameters
+    `gathered` returns the current parameters, for evaluation and for steps without a pipeline. To
+    resume, restore a state together with its parameters. Masters do not follow changed parameters
     after the first update: call `set_masters`.
 
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
       Explicit axes, outside of maps, gradients are unreduced:
       ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``.
-    * A step whose gradient has an infinite or undefined norm changes nothing but ``step``,
-      ``skipped``, ``skipped_in_a_row`` and ``norm`` of the state.
-    * Get the state from `init` of this module, which never holds all of it on one device. Its
-      ``masters`` are the model in f32; parameters may be of any floating-point type of up to 32
-      bits. `restore_state` takes the state to another number of workers.
+    * A step whose gradient has an infinite or undefined norm only changes ``step``, ``skipped``,
+      ``skipped_in_a_row`` and ``norm`` of the state.
+    * Create the state with `init` of this module, which never holds all of it on one device. Its
+      ``masters`` are the model in f32; parameters may have any floating-point dtype of up to 32
+      bits. `restore_state` converts the state to another number of workers.
 
     Args:
-      inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
+      inner: an optimizer whose update of a coordinate depends only on this coordinate, such as
         `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
-        f32; updates run the elementwise operations of it on slices. Extra arguments of ``update``,
-        such as a loss, must be the same on all workers.
-      axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
-      compression: how gradients travel, as for `dynamiq_jax.psum`, without memory.
-      differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`; a bare
-        method takes the limits of ``compression``, such as its ``min_bucket_bytes``.
+        f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
+        as a loss, must be the same on all workers.
+      axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
+      compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory.
+      differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
+        bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
-      key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
+      key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: ``jax.random.key(0)``.
       specs: how other mesh axes split the parameters: PartitionSpecs, a tree like the parameters or
-        a prefix of it. Default: not at all; on Explicit axes as their types say.
-      check_every: every so many steps workers compare a hash of their copies, with an error at run
-        time if they differ. 0: never.
-      deferred: whether differences travel at the top of the next step.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+        a prefix of it. By default they do not; on Explicit axes the types say how.
+      check_every: the number of steps after which workers compare a hash of their copies, with an
+        error at run time if they differ. 0: never.
+      deferred: whether differences are gathered at the start of the next step.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params)`` returns updates, a tree like
       ``params``, and a new `ShardedState`.
 
     Raises:
-      ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
-        mixes coordinates or depends on their place, a method has memory, gradients are unreduced
-        over other axes, or the call is outside of maps on a mesh that is not Explicit.
+      ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; ``inner``
+        mixes coordinates or depends on their position; a method has memory; gradients are unreduced
+        over other axes; or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request = as_compression(compression, method=method)
@@ -357,9 +359,10 @@ def _places(
 
 
 def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
-    """How the inner optimizer's state is split: a leaf of a parameter's shape as the parameter is.
+    """How the inner optimizer's state is split: leaves of a parameter's shape like the parameter.
 
-    Where parameters of this shape are split differently, it is as the one whose path ends its own.
+    If parameters of this shape are split differently, the path decides: a state's leaf is split
+    like the parameter whose path is the end of the leaf's path.
     """
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), placed, strict=True)
     named = [(path, x.shape, spec) for (path, x), spec in leaves]
@@ -411,7 +414,7 @@ def _slices(wholes: list[Array], total: Reduction) -> list[Array]:
 
 
 def _some(tree: Any, values: dict[int, Array]) -> Any:
-    """A tree like ``tree`` of some leaves, by their numbers."""
+    """A tree like ``tree`` with some of its leaves, by their indices."""
     treedef = jax.tree.structure(tree)
     return treedef.unflatten(map(values.get, range(treedef.num_leaves)))  # `None`: no leaf
 
@@ -435,7 +438,7 @@ class _Update(NamedTuple):
         op: Op,
         moved: list[bool],
     ) -> tuple[Any, ShardedState]:
-        """The updates of the copy, and the next state; JAX has summed what has not ``moved``."""
+        """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
         axis, zeros = self.total.axis, state.padding[: len(placed)]
@@ -529,9 +532,9 @@ class _Update(NamedTuple):
                 )
 
     def _are_slices(self, terms: list[Array], masters: list[Array], params: Any) -> bool:
-        """Whether gradients are reduced already, and as large as this worker's masters.
+        """Whether gradients are already reduced, with the shapes of this worker's masters.
 
-        Where no leaf is split they count as terms: the mean leaves equal ones as they are.
+        If no leaf is split, they count as terms: the mean does not change equal gradients.
         """
         leaves = describe_leaves(params)
         found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))
@@ -577,7 +580,7 @@ class _Update(NamedTuple):
     def _differences(
         self, masters: Any, copies: list[Array], total: Reduction, key: Array
     ) -> list[Array]:
-        """How far this worker's masters are from the copy: decoded, or exactly where all know."""
+        """The differences of the masters from the copy: decoded, or exact for leaves not split."""
         pairs = zip(jax.tree.leaves(masters), copies, strict=True)
         found = [master - copy.astype(jnp.float32) for master, copy in pairs]
         own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(total.splits) if x}
@@ -589,11 +592,11 @@ class _Update(NamedTuple):
 
 
 def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Array:
-    """A master, which takes its copy's value where the user has changed that.
+    """The masters; a master takes its copy's value if the user has changed the copy.
 
-    Before the first update a master that rounds to its copy stays: it may have more bits. After it
-    a master may be as far from its copy as ``gap`` says, and some units in the last place of the
-    largest copy, by which `optax.apply_updates` may round differently than `_gap`.
+    Before the first update, a master whose rounded value equals its copy is kept: it may have more
+    bits. Later the distance of a master from its copy may be ``gap``, plus some units in the last
+    place of the largest copy, since `optax.apply_updates` may round differently from `_gap`.
     """
     value = copy.astype(jnp.float32)
     slack = 4 * float(jnp.finfo(copy.dtype).eps) * jnp.max(jnp.abs(value), initial=0.0)
@@ -609,7 +612,7 @@ def _gap(master: Array, copy: Array, added: Array) -> Array:
 
 
 def _states(opt_state: Any) -> list[ShardedState]:
-    """The states of `sharded` in an optimizer's state: at least one."""
+    """The states of `sharded` in an optimizer's state; there must be at least one."""
     is_part = lambda x: isinstance(x, ShardedState)
     parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_part) if is_part(x)]
     if not parts:
@@ -623,26 +626,26 @@ def _states(opt_state: Any) -> list[ShardedState]:
 def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     """Returns the current parameters, for an optimizer with ``deferred=True``.
 
-    Adds the differences of the last update, which `dq.sequential` would add in the next step:
-    for evaluation, for checkpoints that other programs read, and for the top of steps without a
-    pipeline. Training goes on from ``params`` or from the result; with ``params`` it has the same
-    bits as without this call.
+    Adds the differences of the last update, which `dq.sequential` would add in the next step. Use
+    it for evaluation, for checkpoints that other programs read, and at the start of steps without a
+    pipeline. Training can continue from ``params`` or from the result; with ``params`` it has the
+    same bits as without this call.
 
-    Outside of maps it compiles once for arrays that look alike, and a function among
-    ``differences`` is not asked again.
+    Outside of maps it compiles once for arrays of the same shapes, dtypes and shardings, and a
+    function as ``differences`` is not called again.
 
-    If ``params`` is a list or tuple, its entries are the functions' parameters, as `dq.sequential`
-    takes them, and the result has the bits that it would have there. Any other tree travels as one.
+    If ``params`` is a list or tuple, its entries are the functions' parameters, as for
+    `dq.sequential`, and the result has the same bits as there. Any other tree is gathered at once.
 
     Args:
-      params: the parameters as the last step left them.
-      opt_state: the state that belongs to them, with one state of `sharded` in it, at any depth.
-      mesh: outside of maps, that of the training step. Default: that of the state's arrays, or of
-        `jax.set_mesh`.
+      params: the parameters after the last step.
+      opt_state: their optimizer state, which contains one state of `sharded`, at any depth.
+      mesh: the mesh of the training step, outside of maps. Default: the mesh of the state's arrays,
+        or of `jax.set_mesh`.
 
     Returns:
       A tree like ``params``, with the same bits on all workers. Without ``deferred=True`` nothing
-      is pending, and these are ``params``.
+      is pending, and the result is ``params``.
 
     Raises:
       ValueError: there is no state of `sharded`, or more than one, or no mesh is known.
@@ -678,7 +681,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
 
 @functools.lru_cache(maxsize=8)  # it keeps functions among ``differences`` alive
 def _gather(mesh: Mesh, leaves: tuple[P, ...], treedef: Any) -> Callable[[Any, Any], Any]:
-    """`_current` in a map, compiled once for all calls with arrays that look alike."""
+    """`_current` in a map, compiled once for all calls with arrays of equal types."""
     placed, specs = treedef.unflatten(leaves)
     maps = {"in_specs": (placed, specs), "out_specs": placed, "check_vma": False}
     return jax.jit(jax.shard_map(_current, mesh=mesh, **maps))
@@ -699,19 +702,20 @@ def _current(params: Any, state: ShardedState) -> Any:
 def set_masters(opt_state: Any, params: Any) -> Any:
     """Returns a state in which the masters of `sharded` are ``params``.
 
-    For parameters that were changed outside of updates, all bits of them: masters follow larger
-    changes by themselves. The inner optimizer's state stays.
+    Call it after you changed parameters outside of updates, to keep all of their bits: without it
+    masters follow only larger changes. The inner optimizer's state does not change.
 
     Args:
-      opt_state: a state that has that of `sharded` in it, at any depth; inside of a map, or not.
-      params: the parameters as `update` takes them: whole, in any floating-point type.
+      opt_state: a state that contains a state of `sharded`, at any depth; inside of a map, or
+        outside.
+      params: the parameters as for `update`: whole, in any floating-point dtype.
 
     Returns:
       A state like ``opt_state``, with f32 masters.
 
     Raises:
-      ValueError: there is no state of `sharded`, or the parameters have another structure or other
-        shapes than its masters.
+      ValueError: there is no state of `sharded`, or the structure or the shapes of the parameters
+        differ from those of its masters.
     """
     is_part = lambda x: isinstance(x, ShardedState)
     _states(opt_state)  # refuses a state without masters
@@ -726,19 +730,19 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
     """Warns if `sharded` has skipped the last steps, since their gradients were not finite.
 
     Call it outside of `jax.jit`, on any process or on all. It waits for the step that returned
-    ``opt_state``: where a trainer reads the loss it costs nothing.
+    ``opt_state``; if the trainer reads the loss there anyway, this costs no time.
 
     Args:
-      opt_state: a state that has that of `sharded` in it, at any depth, once or more often.
-      in_a_row: so many skipped steps, one after the other, are worth a `UserWarning`; at least 1.
+      opt_state: a state that contains one or more states of `sharded`, at any depth.
+      in_a_row: the number of consecutive skipped steps that causes a `UserWarning`; at least 1.
 
     Returns:
-      How many of the last steps were skipped one after the other, 0 if the last one was not. Of
-      several states of `sharded` it is the largest number.
+      The number of consecutive steps that were skipped last, 0 if the last step was not. With
+      several states of `sharded`, the largest of these numbers.
 
     Raises:
       ValueError: ``in_a_row`` is below 1, JAX traces the call, there is no state of `sharded`, or
-        an earlier version has made it.
+        the state is from an earlier version.
     """
     if in_a_row < 1:
         raise ValueError(f"in_a_row={in_a_row} must be at least 1")
@@ -767,7 +771,7 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
 
 
 def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
-    """The counts and norms that this process has: of `jax.vmap` one for each of its members."""
+    """The counts and norms on this process; under `jax.vmap` one for each member."""
 
     def numbers(x: Any) -> list[Any]:
         if isinstance(x, Array):
@@ -814,7 +818,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:
-    """The norm of all parameters' gradients: slices are summed over the axes that split them."""
+    """The norm of all parameters' gradients, summed over the axes that split slices."""
     # By names in their order, which a set would change: the sum's groups of devices are those of
     # the other collectives, in all processes. Else XLA may run both at once, and neither ends.
     squares: dict[tuple[str, ...], Array] = {}

@@ -1,4 +1,4 @@
-"""Explanations of `psum`: which leaf travels how, and how many bytes that takes."""
+"""Explanations of `psum`: the route of each leaf, and the number of bytes that it takes."""
 
 import collections
 import dataclasses
@@ -17,9 +17,9 @@ class Row:
     """One leaf.
 
     Attributes:
-      bucket: the bucket it is reduced with, or `None` if it travels exactly.
-      route: "compressed", or why not.
-      wire_bytes: bytes one worker sends for it (its share of its bucket's).
+      bucket: the bucket that the leaf is reduced in, or `None` if it travels exactly.
+      route: "compressed", or the reason why it is not.
+      wire_bytes: the bytes that one worker sends for it (its share of its bucket's bytes).
       bits_per_coord: wire bits per coordinate, in units in which a bf16 all-reduce takes 16.
     """
 
@@ -40,20 +40,20 @@ class Explanation:
       rows: one per leaf, in the tree's order.
       n_workers: workers on all axes.
       method: how gradients are compressed.
-      topology: how payloads travel.
-      reason: why this topology, and what is assumed of a cluster that is not this one.
-      wire_bytes: bytes one worker sends in all.
-      outer_wire_bytes: of these, what crosses the outer axes of `Hierarchical`; of another
-        topology all.
-      bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
-      bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
-      relative_error: about the |error|² / |sum|² of super-groups of little energy, see
-        `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
-      advice: what to do where that is too much; `None` if it is not.
-      ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
-        nothing is compressed, or where a method does not scatter. With a rate, wire times, too.
-      fastest: which of the ways takes least time on the wire, in words; `None` without a rate.
-      padded: the leaves that sharded updates pad, as no dimension divides by the workers.
+      topology: the route of payloads.
+      reason: why this topology was chosen, and the assumptions about another cluster.
+      wire_bytes: all bytes that one worker sends.
+      outer_wire_bytes: those of these bytes that cross the outer axes of `Hierarchical`; all of
+        them with another topology.
+      bf16_wire_bytes: the bytes that a bf16 all-reduce of the floating-point leaves would send.
+      bits_per_coord: the average over all coordinates, in units in which bf16 takes 16.
+      relative_error: the approximate |error|² / |sum|² of super-groups with little energy, see
+        `DynamiQ.relative_error`; `None` if the method does not know it or nothing is compressed.
+      advice: a remedy if this error is too large, else `None`.
+      ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
+        nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
+      fastest: the way that takes the least time on the wire, in words; `None` without a rate.
+      padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
     """
 
     rows: tuple[Row, ...]
@@ -103,10 +103,10 @@ class Explanation:
         """The explanation with the wire's times at a rate.
 
         Args:
-          rate: as it was given.
+          rate: the rate as it was passed.
           per_second: bytes that a link carries in each direction.
-          per_host: the workers that share a host's link. With several the link carries what all of
-            them send over the outer axes of `Hierarchical`.
+          per_host: the number of workers that share a host's link. If there are several, the link
+            carries the bytes that all of them send over the outer axes of `Hierarchical`.
         """
 
         def ms(sent: float) -> float:
@@ -137,7 +137,7 @@ def explain_grouping(
     routes: Sequence[Route],
     assumed: str | None = None,
 ) -> Explanation:
-    """Explains a grouping, of ``routes`` or the default one, under what these assume."""
+    """Explains a grouping by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
     bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0
@@ -198,7 +198,7 @@ def _said_of(padded: Sequence[PaddedLeaf], n_workers: int) -> str:
 
 
 def _described(routes: Sequence[Route], methods: Sequence[Method | None]) -> str:
-    """The method, or how many leaves each of several has."""
+    """The method, or the number of leaves for each of several methods."""
     counts = collections.Counter(methods)
     if len(counts) < 2 and None not in counts:
         return repr(routes[0].method)

@@ -70,7 +70,7 @@ class _Leaves(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What differentiation gives: the value, and by leaf gradients that are terms or sums."""
+    """The results of differentiation: the value, and by leaf gradients that are terms or sums."""
 
     value: Any
     """The loss; with aux if there is one."""

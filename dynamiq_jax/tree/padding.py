@@ -17,9 +17,9 @@ LAYERS = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Padding:
-    """How many zeros end which dimension of a leaf; by default none.
+    """The number of zeros at the end of a dimension of a leaf; by default none.
 
-    The *padded* leaf has them. Slices of it are as long as each other.
+    The *padded* leaf has these zeros, so its slices have equal lengths.
     """
 
     dimension: int = 0
@@ -33,7 +33,7 @@ class Padding:
         return lax.pad(x, jnp.zeros((), x.dtype), config)
 
     def cut(self, x: Array) -> Array:
-        """The leaf, from the padded one."""
+        """The leaf without its zeros, from the padded leaf."""
         if not self.zeros:
             return x
         return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.zeros, axis=self.dimension)
@@ -43,7 +43,7 @@ class Padding:
         return tuple(x + self.zeros * (d == self.dimension) for d, x in enumerate(shape))
 
     def shape_of(self, padded: tuple[int, ...]) -> tuple[int, ...]:
-        """The leaf's shape, from that of the padded one."""
+        """The leaf's shape, from the shape of the padded leaf."""
         return tuple(x - self.zeros * (d == self.dimension) for d, x in enumerate(padded))
 
     def cleared(self, own: Array, axis: Axis) -> Array:
@@ -56,9 +56,9 @@ class Padding:
 
 
 def padding_of(shape: tuple[int, ...], spec: P, workers: Mapping[str, int]) -> Padding:
-    """The zeros of a leaf of this shape, which the workers split as ``spec`` says.
+    """The padding of a leaf of this shape, which the workers split as ``spec`` says.
 
-    ``workers`` has the size of every axis of theirs.
+    ``workers`` has the size of every axis of the workers.
     """
     n = math.prod(workers.values())
     for dimension, entry in enumerate(spec):
@@ -70,9 +70,9 @@ def padding_of(shape: tuple[int, ...], spec: P, workers: Mapping[str, int]) -> P
 def split_dimension(lengths: Sequence[int], n: int, taken: Collection[int] = ()) -> int | None:
     """The dimension along which ``n`` workers split a leaf; `None` if it has none.
 
-    It is the first one that divides by ``n``. Where none does, it is the longer than ``n`` that
-    needs least padding for its length, and that no other axes have ``taken``. A leading dimension
-    of less than `LAYERS` comes last.
+    It is the first dimension that is a multiple of ``n``. If there is none, it is a dimension
+    longer than ``n`` that no other axes have ``taken``: the one that needs the least padding for
+    its length. A leading dimension below `LAYERS` is tried last.
     """
     late = lambda d: d == 0 and lengths[d] < LAYERS
     order = sorted(range(len(lengths)), key=late)
