@@ -71,7 +71,7 @@ class StaticArguments(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is static of a call: the facts for which a program is compiled."""
+    """Static facts of a call, the ones for which a program is compiled."""
 
     told: StaticArguments
     placed: tuple[P, ...]

@@ -60,13 +60,13 @@ class _Leaves(NamedTuple):
     placed: list[P]
     """How each is sharded."""
     large: set[int]
-    """Those that the request compresses."""
+    """Leaves that the method compresses."""
     own: set[int]
     """Shards over data axes that the loss takes as they are."""
     gathered: set[int]
     """Shards over data axes that are gathered before the loss."""
     deferred: set[int]
-    """Those that the loss takes typed as reduced, so that their gradients stay unreduced."""
+    """Leaves that the loss takes typed as reduced, so that their gradients stay unreduced."""
 
 
 class _Found(NamedTuple):

@@ -152,7 +152,7 @@ class _Codec:
         return self.shared.noise[slots] if self.layout.fmt.dither else None
 
     def _inputs(self, arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
-        """What kernels add up of what arrived."""
+        """The arrived data that kernels add up."""
         tiles = self.shared.plan.tiles
         return tuple(
             pk.Input(a.payloads, tiles[a.encoder.stage], a.skip, self._noise(a.encoder.slot))
