@@ -69,6 +69,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.commands.copies import Copies
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
@@ -259,6 +260,24 @@ def restore(
     return TrainState(**restored["state"]), restored["curve"]["losses"]
 
 
+def restore_copy(
+    copies: Copies, state: TrainState, than: int
+) -> tuple[TrainState, list[float]] | None:
+    """The copy in the memory of hosts, placed like ``state``; `None` if it is older than a step."""
+    fresh = state._replace(memory=dq.optax.PerWorker(state.memory, AXES))
+    copy = copies.restore(fresh)
+    if copy is None or copy.step < than:
+        return None
+    restored = dq.optax.restore_state(copy.state, fresh)  # for the hosts that are left
+    return restored._replace(memory=restored.memory.value), copy.note
+
+
+def save_copy(copies: Copies, state: TrainState, losses: list[float]) -> None:
+    """Keeps state and curve in the memory of hosts; every process calls it."""
+    state = state._replace(memory=dq.optax.PerWorker(state.memory, AXES))
+    copies.save(len(losses), state, losses)
+
+
 # --- Training -------------------------------------------------------------------------------------
 
 
@@ -277,14 +296,19 @@ def train(
     *,
     checkpoints: ocp.CheckpointManager | None = None,
     checkpoint_every: int = 50,
+    copy_every: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Trains to the recipe's last step, from the newest checkpoint if there is one."""
+    """Trains to the recipe's last step, from the newest checkpoint or copy if there is one."""
     training = make_training(run)
     state, losses = training.init(run.seed), []
     # Workers that were told different things would average garbage in silence.
     run.method.check_agreement(state.params, run.mesh, AXES, key=state.key)
-    if checkpoints:
+    copies, saved = Copies(), (checkpoints.latest_step() or 0) if checkpoints else 0
+    if copied := restore_copy(copies, state, saved):
+        state, losses = copied
+        log(f"starting after step {len(losses)}, from the memory of hosts")
+    elif checkpoints:
         state, losses = restore(checkpoints, state)
         log(f"starting after step {len(losses)}")
     report("restored")
@@ -304,6 +328,8 @@ def train(
         # True on all processes after the same step, once any of them got SIGTERM.
         preempted = multihost_utils.reached_preemption_sync_point(done)
         last = preempted or done == run.recipe.steps
+        if last or done % copy_every == 0:
+            save_copy(copies, state, losses)
         if checkpoints and (last or done % checkpoint_every == 0):
             save(checkpoints, state, losses)
         if last or done % 10 == 0:
@@ -342,6 +368,9 @@ def main(
     ] = 100,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="one that all processes see")] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 50,
+    copy_every: Annotated[
+        int, typer.Option(min=1, help="steps between copies in the memory of supervised hosts")
+    ] = 1,
     out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
 ) -> None:
     """Trains a LLaMA-style model on several hosts with compressed gradients."""
@@ -368,7 +397,7 @@ def main(
     checkpoints = open_checkpoints(checkpoint_dir) if checkpoint_dir else None
     outcome = train(
         run, load_corpus(run.model.vocab_size), checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every, log=console.print,
+        checkpoint_every=checkpoint_every, copy_every=copy_every, log=console.print,
     )  # fmt: skip
     if jax.process_index() == 0:
         result = Result(

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dynamiq_jax.commands.slots import Slots
+
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"
 """The environment variable with the path of the progress file.
 
@@ -129,6 +131,7 @@ class Child:
       env: variables besides those of this process.
       forward: called with every line of output.
       ready: with modules, the process imports them and waits for `begin`.
+      slots: memory for copies that outlives the process.
     """
 
     def __init__(
@@ -138,6 +141,7 @@ class Child:
         forward: Callable[[bytes], None],
         *,
         ready: tuple[str, ...] = (),
+        slots: Slots | None = None,
     ) -> None:
         if ready:
             script = Script.of(command)
@@ -151,8 +155,9 @@ class Child:
         self._folder = tempfile.TemporaryDirectory(prefix="dynamiq_jax_")
         self.progress = Path(self._folder.name) / "progress"
         shim = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())]
+        env = env | {PROGRESS: str(self.progress)} | (slots.environment if slots else {})
         self._process = subprocess.Popen(
-            shim + command, env=os.environ | env | {PROGRESS: str(self.progress)},
+            shim + command, env=os.environ | env, pass_fds=slots.files if slots else (),
             stdin=subprocess.PIPE if ready else subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
