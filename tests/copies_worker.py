@@ -82,7 +82,7 @@ def main(folder, name, steps, seconds):
     )  # fmt: skip
     mesh = jax.make_mesh((jax.device_count(),), ("data",), (jax.sharding.AxisType.Auto,))
     params, opt_state, step = training(name, mesh)
-    copies, losses = Copies(), []
+    copies, losses, begun = Copies(), [], 0
     fresh = {"params": params, "opt_state": opt_state}
     if copy := copies.restore(fresh):
         restored = dq.optax.restore_state(copy.state, fresh)
@@ -98,7 +98,8 @@ def main(folder, name, steps, seconds):
         losses.append(float(loss))
         copies.save(len(losses), {"params": params, "opt_state": opt_state}, losses)
         time.sleep(seconds)
-        if jax.experimental.multihost_utils.reached_preemption_sync_point(len(losses)):
+        begun += 1
+        if jax.experimental.multihost_utils.reached_preemption_sync_point(begun):
             sys.exit(143)
     if jax.process_index() == 0:
         (folder / "losses.json").write_text(json.dumps(losses))

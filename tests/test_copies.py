@@ -122,7 +122,7 @@ def test_a_process_finds_what_another_one_has_saved(monkeypatch):
         monkeypatch.setenv(VARIABLE, slots.environment[VARIABLE])
         copies = Copies()
         assert copies.restore(tree) is None
-        copies.save(4, tree, {"losses": [1.5]})
+        assert copies.save(4, tree, {"losses": [1.5]}) == 4 * 48 + 2 * 5 + 8 + 1
         copies.save(5, tree | {"flag": np.bool_(False)})
         with pytest.raises(ValueError, match=r"step=-1: give a number from 0"):
             copies.save(-1, tree)
@@ -139,7 +139,7 @@ def test_a_process_finds_what_another_one_has_saved(monkeypatch):
         with pytest.raises(ValueError, match=r"5 leaves and this state 4, which differ in flag"):
             Copies().restore({name: x for name, x in tree.items() if name != "flag"})
     monkeypatch.delenv(VARIABLE)
-    Copies().save(1, tree)  # without a supervisor nothing is kept
+    assert Copies().save(1, tree) == 0  # without a supervisor nothing is kept
     assert Copies().restore(tree) is None
 
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from dynamiq_jax.commands.slots import Kept, Slots
 
 Tree = TypeVar("Tree")
+Placed = Array | jax.ShapeDtypeStruct
 Block = tuple[int, tuple[tuple[int, int], ...]]
 """A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
 
@@ -66,7 +67,7 @@ class Copies:
         ...
         copies.save(step, state)  # after a step, before its arrays are donated
 
-    Without `dynamiq-jax run`, and on other systems than Linux, `save` does nothing and `restore`
+    Without `dynamiq-jax run`, and on other systems than Linux, `save` keeps nothing and `restore`
     returns `None`.
 
     A host's memory takes twice (two copies) what its devices hold of the state, without
@@ -78,7 +79,7 @@ class Copies:
         self._slots = Slots.inherited()
         self._session: tuple[int, int] | None = None
 
-    def save(self, step: int, state: Any, note: Any = None) -> None:
+    def save(self, step: int, state: Any, note: Any = None) -> int:
         """Keeps a copy of the state, in place of the one before the last.
 
         Shards travel one host onwards by `jax.lax.ppermute`. Leaves that every host has do not
@@ -92,6 +93,9 @@ class Copies:
             processes.
           note: anything of JSON's types, the same in all processes.
 
+        Returns:
+          The bytes of this host's copy; 0 where nothing is kept.
+
         Raises:
           ValueError: the step is no number of 32 bits; an array of several processes has another
             sharding; or a mesh has more devices of one process than of another.
@@ -99,7 +103,7 @@ class Copies:
         if not 0 <= step < 2**32:
             raise ValueError(f"step={step}: give a number from 0 to {2**32 - 1}")
         if self._slots is None:
-            return
+            return 0
         if self._session is None:
             self._meet()
         paths, _ = jax.tree.flatten_with_path(_plain(state))
@@ -120,9 +124,12 @@ class Copies:
             "whole": not moving, "note": note,
             "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name]
                        for path, leaf in paths],
+            "keys": {_name(path): str(jax.random.key_impl(leaf))
+                     for path, leaf in jax.tree.leaves_with_path(state) if _is_key(leaf)},
             "blocks": [[*block, data.size] for block, data in blocks.items()],
         }  # fmt: skip
         self._slots.write(header, blocks.values())
+        return sum(data.size for data in blocks.values())
 
     def restore(self, state: Tree) -> Copy[Tree] | None:
         """Returns the newest copy of which all hosts together have every part.
@@ -132,7 +139,8 @@ class Copies:
         of its own anew.
 
         Args:
-          state: a new state: a tree with the structure and the shardings that are wanted.
+          state: a tree with the structure, shapes, dtypes and shardings that are wanted: of arrays,
+            or of `jax.ShapeDtypeStruct`s, which take no memory.
 
         Returns:
           The copy; `None` if no copy is whole.
@@ -225,7 +233,7 @@ def _plain(tree: Any) -> Any:
 
 
 def _is_key(x: Any) -> bool:
-    return isinstance(x, Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return isinstance(x, Placed) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
 def _array(x: Any) -> Any:
@@ -307,7 +315,7 @@ def _program(shardings: tuple[NamedSharding, ...]) -> Any:
     """The compiled program of `_pass_on`."""
 
     def onwards(sharding: NamedSharding) -> Any:
-        mesh = sharding.mesh
+        mesh: Any = sharding.mesh
         rows: dict[int, list[int]] = {}
         for place, device in enumerate(mesh.devices.flat):
             rows.setdefault(device.process_index, []).append(place)
@@ -320,8 +328,8 @@ def _program(shardings: tuple[NamedSharding, ...]) -> Any:
         n = len(rows)
         pairs = [pair for p in range(n) for pair in zip(rows[p], rows[(p + 1) % n], strict=True)]
         shift = functools.partial(lax.ppermute, axis_name=mesh.axis_names, perm=pairs)
-        specs = {"in_specs": sharding.spec, "out_specs": sharding.spec}
-        return jax.shard_map(shift, mesh=mesh, check_vma=False, **specs)
+        spec = sharding.spec
+        return jax.shard_map(shift, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
     shifts = [onwards(sharding) for sharding in shardings]
     move = lambda leaves: [shift(x) for shift, x in zip(shifts, leaves, strict=True)]
@@ -352,7 +360,7 @@ def _exchange_bytes(data: np.ndarray, longest: int) -> list[np.ndarray]:
 def _headers(mine: Kept | None) -> list[Any]:
     """The headers of all hosts; `None` for one that does not have the copy."""
     text = np.frombuffer(json.dumps(mine.header).encode() if mine else b"", np.uint8)
-    lengths = _exchange(np.uint32(text.size)).tolist()
+    lengths = _exchange(np.array(text.size, np.uint32)).tolist()
     texts = _exchange_bytes(text, max(lengths))
     told = [bytes(row[:n]) for row, n in zip(texts, lengths, strict=True)]
     return [json.loads(text) if text else None for text in told]
@@ -398,15 +406,19 @@ def _placed(header: Any, blocks: Mapping[Block, np.ndarray], state: Tree) -> Cop
         array = whole[number]
         index = tuple(slice(*span) for span in part)
         array[index] = data.view(array.dtype).reshape(array[index].shape)
-    leaves = [_like(array, like) for array, (_, like) in zip(whole, paths, strict=True)]
+    leaves = []
+    for array, (path, like) in zip(whole, paths, strict=True):
+        if impl := header["keys"].get(_name(path)):
+            leaves.append(jax.random.wrap_key_data(_put(array, like), impl=impl))
+        elif isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
+            leaves.append(_put(array, like))
+        else:
+            leaves.append(array)
     return Copy(header["step"], jax.tree.unflatten(treedef, leaves), header["note"])
 
 
-def _like(array: np.ndarray, like: Any) -> Any:
-    """An array where ``like`` is, if it has its shape and dtype; else itself."""
-    if _is_key(like):
-        data = _like(array, jax.random.key_data(like))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
-    if not isinstance(like, Array) or like.shape != array.shape or like.dtype != array.dtype:
-        return array
+def _put(array: np.ndarray, like: Any) -> Any:
+    """An array where ``like`` is; on the default device if that is nowhere."""
+    if like.sharding is None:
+        return jnp.asarray(array)
     return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
