@@ -55,7 +55,7 @@ def main(
         with Slots.made() as slots:
             assert slots, "copies take Linux"
             os.environ |= slots.environment
-            copies, times = Copies(), []
+            copies, times, size = Copies(), [], 0
             for number in range(samples + 3):  # the first three compile, and map memory
                 jax.experimental.multihost_utils.sync_global_devices("begin")
                 start = time.perf_counter()

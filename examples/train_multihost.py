@@ -25,8 +25,8 @@ the processor, see ``train_llm.py``. The loss curve (PNG) and all numbers (JSON)
 Started again with the same ``--checkpoint-dir``, after whatever end, the run goes on from its
 newest complete checkpoint and draws the same curve, bit for bit. Under ``dynamiq-jax run`` it
 starts again by itself, from copies in the memory of hosts (docs/when-a-host-dies.md).
-docs/multihost.md: launching, mesh and topology, network interfaces, time-outs, and what happens when
-a process dies.
+docs/multihost.md: launching, mesh and topology, network interfaces, time-outs, and what happens
+when a process dies.
 """
 
 import os

@@ -39,7 +39,7 @@ OPTIMIZERS = {
 
 
 def loss_fn(params, x):
-    hidden = jnp.tanh(x @ params["up"] + params["bias"])
+    hidden = jnp.tanh(x @ params["up"] + params["bias"][None])
     return jnp.mean(jnp.square(hidden @ params["down"] - jnp.sin(3 * x)))
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax.commands.slots import Kept, Slots
 
@@ -305,35 +305,44 @@ def _as_bytes(data: np.ndarray) -> np.ndarray:
 
 def _pass_on(leaves: list[Any]) -> list[Any]:
     """Leaves whose shards are those of the host before; each host's go to the next one."""
-    if not leaves:
-        return []
-    return list(_program(tuple(leaf.sharding for leaf in leaves))(leaves))
+    moved: list[Any] = [None] * len(leaves)
+    meshes = [leaf.sharding.mesh for leaf in leaves]
+    for mesh in dict.fromkeys(meshes):
+        numbers = [number for number, other in enumerate(meshes) if other == mesh]
+        program = _program(mesh, tuple(leaves[number].sharding.spec for number in numbers))
+        for number, leaf in zip(numbers, program([leaves[i] for i in numbers]), strict=True):
+            moved[number] = leaf
+    return moved
 
 
 @functools.lru_cache(maxsize=8)
-def _program(shardings: tuple[NamedSharding, ...]) -> Any:
-    """The compiled program of `_pass_on`."""
+def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    """The compiled program of `_pass_on`, with one transfer for all leaves of a dtype."""
+    rows: dict[int, list[int]] = {}
+    for place, device in enumerate(mesh.devices.flat):
+        rows.setdefault(device.process_index, []).append(place)
+    sizes = {process: len(places) for process, places in rows.items()}
+    n = jax.process_count()
+    if sorted(sizes) != list(range(n)) or len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"devices of the mesh by process: {sizes}, of {n} processes; give a mesh with equally "
+            "many devices of each"
+        )
+    pairs = [pair for p in range(n) for pair in zip(rows[p], rows[(p + 1) % n], strict=True)]
 
-    def onwards(sharding: NamedSharding) -> Any:
-        mesh: Any = sharding.mesh
-        rows: dict[int, list[int]] = {}
-        for place, device in enumerate(mesh.devices.flat):
-            rows.setdefault(device.process_index, []).append(place)
-        sizes = {process: len(places) for process, places in rows.items()}
-        if sorted(sizes) != list(range(jax.process_count())) or len({*sizes.values()}) > 1:
-            raise ValueError(
-                f"devices of the mesh by process: {sizes}, of {jax.process_count()} processes; "
-                "give a mesh with equally many devices of each"
-            )
-        n = len(rows)
-        pairs = [pair for p in range(n) for pair in zip(rows[p], rows[(p + 1) % n], strict=True)]
-        shift = functools.partial(lax.ppermute, axis_name=mesh.axis_names, perm=pairs)
-        spec = sharding.spec
-        return jax.shard_map(shift, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    def onwards(leaves: list[Array]) -> list[Array]:
+        moved = list(leaves)
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+            numbers = [number for number, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            flat = jnp.concatenate([leaves[number].reshape(-1) for number in numbers])
+            flat = lax.ppermute(flat, mesh.axis_names, pairs)
+            ends = np.cumsum([leaves[number].size for number in numbers]).tolist()
+            for number, part in zip(numbers, jnp.split(flat, ends[:-1]), strict=True):
+                moved[number] = part.reshape(leaves[number].shape)
+        return moved
 
-    shifts = [onwards(sharding) for sharding in shardings]
-    move = lambda leaves: [shift(x) for shift, x in zip(shifts, leaves, strict=True)]
-    return jax.jit(move, out_shardings=list(shardings))
+    options = {"in_specs": (list(specs),), "out_specs": list(specs), "check_vma": False}
+    return jax.jit(jax.shard_map(onwards, mesh=mesh, **options))
 
 
 # --- From host to host ----------------------------------------------------------------------------

@@ -40,11 +40,13 @@ except OSError as error:
 """Runs a command that the kernel kills with its supervisor."""
 
 IMPORTS_AND_WAITS = """
-import importlib, json, os, runpy, sys
+import gc, importlib, json, os, runpy, sys
 modules, path, kind = sys.argv[1:]
 sys.path[0] = path
 for name in modules.split(","):
     importlib.import_module(name)
+gc.collect()
+gc.freeze()  # while JAX traces, the collector need not walk what modules hold
 if not (line := sys.stdin.readline()):
     sys.exit("the supervisor has ended")
 told = json.loads(line)
