@@ -28,7 +28,7 @@ from dynamiq_jax.commands.slots import Slots
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from llm_model import CONFIGS, init_params
+from llm_model import CONFIGS, init_params  # pyright: ignore[reportMissingImports]
 
 
 def states(model: str) -> dict[str, Any]:
