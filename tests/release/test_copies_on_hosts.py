@@ -36,9 +36,8 @@ def whole(request, tmp_path_factory):
 def test_with_as_many_hosts_the_curve_is_the_same_bit_for_bit(tmp_path, whole):
     """A process is killed, then a host with its memory, then the first host."""
     optimizer, uninterrupted = whole
-    with hosts_of(
-        tmp_path, 3, optimizer, "--min-hosts", "3", steps=STEPS, devices=2, seconds=0.4
-    ) as hosts:
+    options = "--min-hosts", "3", "--ready", "jax,optax"
+    with hosts_of(tmp_path, 3, optimizer, *options, steps=STEPS, devices=2, seconds=0.4) as hosts:
         hosts.start()
         until_step(hosts, 0, 1, 4)
         os.kill(child_of(hosts.processes[1]), signal.SIGKILL)
