@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import typer
 from cases import LOOP, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -288,11 +289,14 @@ def example(folder, make_run, before):
     train_multihost.windows = windows_of
     train_multihost.Run = lambda **fields: make_run(fields["mesh"])
     train_multihost.load_corpus = lambda vocab_size: corpus()
-    train_multihost.main(
-        coordinator=coordinator, num_processes=num_processes, process_id=process_id,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT, checkpoint_dir=folder / "checkpoints",
-        checkpoint_every=CHECKPOINT_EVERY, out=folder / "out",
-    )  # fmt: skip
+    try:
+        train_multihost.main(
+            coordinator=coordinator, num_processes=num_processes, process_id=process_id,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT, checkpoint_dir=folder / "checkpoints",
+            checkpoint_every=CHECKPOINT_EVERY, out=folder / "out",
+        )  # fmt: skip
+    except typer.Exit as ended:  # as a command line ends
+        sys.exit(ended.exit_code)
 
 
 def command_line(folder, *, dies):
