@@ -82,6 +82,7 @@ class Watched:
         self.env = {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "PYTHONPATH": os.pathsep.join([str(EXAMPLE.parent), *sys.path[1:]]),
         }
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         for i in range(made.n):

@@ -11,6 +11,7 @@ Byte 0 ends a file. Everything here is NumPy and deterministic: a batch depends 
 alone, so runs that compare methods see the same tokens in the same order.
 """
 
+import functools
 import hashlib
 import re
 import sysconfig
@@ -34,6 +35,7 @@ class Corpus(NamedTuple):
     vocab_size: int
 
 
+@functools.cache  # a process that waits for its start may have read it
 def load_corpus(vocab_size: int = 256, max_bytes: int = 32 * 2**20) -> Corpus:
     """Reads the standard library's ``*.py`` files, in order of name, and tokenises them.
 

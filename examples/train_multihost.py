@@ -14,18 +14,19 @@ Elsewhere each process is told. Here two on one machine without a GPU, of two vi
 Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7; left out: versions, and what gloo says):
 
     mesh: {'node': 2, 'gpu': 2}, 2 processes
-    topology: Hierarchical(outer=Butterfly(...)): several axes, whose last one has fast links
     starting after step 0
     step   10  loss 3.8134  0.391 s
     ...
     step   60  loss 2.5604  0.796 s
+    topology: Hierarchical(outer=Butterfly(...)): several axes, whose last one has fast links
 
 Losses depend a little on the Python version, whose standard library is the training text, and on
 the processor, see ``train_llm.py``. The loss curve (PNG) and all numbers (JSON) land in ``runs/``.
 Started again with the same ``--checkpoint-dir``, after whatever end, the run goes on from its
 newest complete checkpoint and draws the same curve, bit for bit. Under ``dynamiq-jax run`` it
-starts again by itself (docs/when-a-host-dies.md). docs/multihost.md: launching, mesh and topology,
-network interfaces, time-outs, and what happens when a process dies.
+starts again by itself, from copies in the memory of hosts (docs/when-a-host-dies.md).
+docs/multihost.md: launching, mesh and topology, network interfaces, time-outs, and what happens
+when a process dies.
 """
 
 import os
@@ -69,6 +70,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
+from dynamiq_jax.commands.copies import Copies
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
@@ -193,6 +195,8 @@ class TrainState(NamedTuple):
 class Training(NamedTuple):
     """Compiled functions."""
 
+    shapes: TrainState
+    """Shapes, dtypes and shardings of all that `init` makes."""
     init: Callable[[int], TrainState]
     """From a seed to parameters and all the rest, placed on the mesh."""
     step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
@@ -224,7 +228,11 @@ def make_training(run: Run) -> Training:
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, state.key, params, opt_state, memory), loss
 
-    return Training(lambda seed: init(jax.random.key(seed)), step)
+    shapes = jax.tree.map(
+        lambda sharding, tree: jax.tree.map(lambda x: x.update(sharding=sharding), tree),
+        placed, jax.eval_shape(init, jax.random.key(0)),
+    )  # fmt: skip
+    return Training(shapes, lambda seed: init(jax.random.key(seed)), step)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
@@ -246,17 +254,35 @@ def save(checkpoints: ocp.CheckpointManager, state: TrainState, losses: list[flo
 
 
 def restore(
-    checkpoints: ocp.CheckpointManager, state: TrainState
+    checkpoints: ocp.CheckpointManager, shapes: TrainState
 ) -> tuple[TrainState, list[float]]:
-    """The newest checkpoint, placed like ``state``; that itself if there is none."""
-    newest = checkpoints.latest_step()
-    if newest is None:
-        return state, []
+    """The newest checkpoint, placed as ``shapes`` says."""
     items = ocp.args.Composite(
-        state=ocp.args.StandardRestore(state._asdict()), curve=ocp.args.JsonRestore()
+        state=ocp.args.StandardRestore(shapes._asdict()), curve=ocp.args.JsonRestore()
     )
-    restored = checkpoints.restore(newest, args=items)
+    restored = checkpoints.restore(checkpoints.latest_step(), args=items)
     return TrainState(**restored["state"]), restored["curve"]["losses"]
+
+
+def restore_copy(
+    copies: Copies, training: Training, seed: int, than: int
+) -> tuple[TrainState, list[float]] | None:
+    """The copy in the memory of hosts; `None` if it is older than a step."""
+    # Memories start anew where the number of workers is another one, and that takes their values.
+    has_memory = jax.tree.leaves(training.shapes.memory)
+    fresh = training.init(seed) if has_memory else training.shapes
+    fresh = fresh._replace(memory=dq.optax.PerWorker(fresh.memory, AXES))
+    copy = copies.restore(fresh)
+    if copy is None or copy.step < than:
+        return None
+    restored = dq.optax.restore_state(copy.state, fresh)  # for the hosts that are left
+    return restored._replace(memory=restored.memory.value), copy.note
+
+
+def save_copy(copies: Copies, state: TrainState, losses: list[float]) -> None:
+    """Keeps state and curve in the memory of hosts; every process calls it."""
+    state = state._replace(memory=dq.optax.PerWorker(state.memory, AXES))
+    copies.save(len(losses), state, losses)
 
 
 # --- Training -------------------------------------------------------------------------------------
@@ -277,16 +303,22 @@ def train(
     *,
     checkpoints: ocp.CheckpointManager | None = None,
     checkpoint_every: int = 50,
+    copy_every: int = 1,
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
-    """Trains to the recipe's last step, from the newest checkpoint if there is one."""
-    training = make_training(run)
-    state, losses = training.init(run.seed), []
+    """Trains to the recipe's last step, from the newest checkpoint or copy if there is one."""
+    training, copies = make_training(run), Copies()
+    newest = (checkpoints.latest_step() or 0) if checkpoints else 0
+    if copied := restore_copy(copies, training, run.seed, newest):
+        (state, losses), where = copied, ", from the memory of hosts"
+    elif checkpoints and newest:
+        (state, losses), where = restore(checkpoints, training.shapes), ""
+    else:
+        state, losses, where = training.init(run.seed), [], ""
+    if checkpoints or losses:
+        log(f"starting after step {len(losses)}{where}")
     # Workers that were told different things would average garbage in silence.
     run.method.check_agreement(state.params, run.mesh, AXES, key=state.key)
-    if checkpoints:
-        state, losses = restore(checkpoints, state)
-        log(f"starting after step {len(losses)}")
     report("restored")
     sharding = NamedSharding(run.mesh, P(AXES))
     shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
@@ -301,9 +333,12 @@ def train(
         losses.append(float(loss))  # waits for the step, and so for the slowest process
         times.append(time.perf_counter() - start)
         done = len(losses)
-        # True on all processes after the same step, once any of them got SIGTERM.
-        preempted = multihost_utils.reached_preemption_sync_point(done)
+        # True on all processes after the same step, once any of them got SIGTERM. JAX counts such
+        # calls from 1: with another number a SIGTERM before the first call is lost.
+        preempted = multihost_utils.reached_preemption_sync_point(len(times))
         last = preempted or done == run.recipe.steps
+        if last or done % copy_every == 0:
+            save_copy(copies, state, losses)
         if checkpoints and (last or done % checkpoint_every == 0):
             save(checkpoints, state, losses)
         if last or done % 10 == 0:
@@ -342,6 +377,9 @@ def main(
     ] = 100,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="one that all processes see")] = None,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 50,
+    copy_every: Annotated[
+        int, typer.Option(min=1, help="steps between copies in the memory of supervised hosts")
+    ] = 1,
     out: Annotated[Path, typer.Option(file_okay=False, help="for PNG and JSON")] = Path("runs"),
 ) -> None:
     """Trains a LLaMA-style model on several hosts with compressed gradients."""
@@ -355,22 +393,21 @@ def main(
     run = Run(
         model=CONFIGS[model], recipe=recipe, mesh=make_mesh(), method=method, seed=seed,
     )  # fmt: skip
-    params = jax.eval_shape(partial(init_params, run.model), jax.random.key(0))
-    cost = method.explain(params, tuple(run.mesh.shape.values()), verbose=False)
-    where = environment() | {
-        "mesh": f"{dict(run.mesh.shape)}, {jax.process_count()} processes",
-        "topology": f"{cost.topology}: {cost.reason}",
-    }
     console = Console(quiet=jax.process_index() > 0, highlight=False, soft_wrap=True)
+    where = environment() | {"mesh": f"{dict(run.mesh.shape)}, {jax.process_count()} processes"}
     for name, value in where.items():
         console.print(f"{name}: {value}")
 
     checkpoints = open_checkpoints(checkpoint_dir) if checkpoint_dir else None
     outcome = train(
         run, load_corpus(run.model.vocab_size), checkpoints=checkpoints,
-        checkpoint_every=checkpoint_every, log=console.print,
+        checkpoint_every=checkpoint_every, copy_every=copy_every, log=console.print,
     )  # fmt: skip
     if jax.process_index() == 0:
+        # At the end, since a restart is to be quick.
+        cost = method.explain(outcome.state.params, tuple(run.mesh.shape.values()), verbose=False)
+        where["topology"] = f"{cost.topology}: {cost.reason}"
+        console.print(f"topology: {where['topology']}")
         result = Result(
             method=type(method.method or dq.DynamiQ()).__name__.lower(), wire_bytes=cost.wire_bytes,
             bits_per_coord=cost.bits_per_coord, losses=outcome.losses,

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import typer
 from cases import LOOP, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
@@ -213,7 +214,13 @@ def training_on_hosts(folder):
     def make_run(mesh):
         return Run(mesh=mesh, method=method, **fields)
 
+    begun = []
+
     def before(step):
+        begun.append(step)
+        if fault == "told to end" and begun == [step] != [0]:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)  # all hosts have heard of it before the step is over
         time.sleep(float(os.environ.get("STEP_SECONDS", "0.2")))  # a test watches
         if fault == "a process raises" and step == 4 and this_host()[-1] == VICTIM:
             raise ZeroDivisionError("division by zero")
@@ -282,11 +289,14 @@ def example(folder, make_run, before):
     train_multihost.windows = windows_of
     train_multihost.Run = lambda **fields: make_run(fields["mesh"])
     train_multihost.load_corpus = lambda vocab_size: corpus()
-    train_multihost.main(
-        coordinator=coordinator, num_processes=num_processes, process_id=process_id,
-        heartbeat_timeout=HEARTBEAT_TIMEOUT, checkpoint_dir=folder / "checkpoints",
-        checkpoint_every=CHECKPOINT_EVERY, out=folder / "out",
-    )  # fmt: skip
+    try:
+        train_multihost.main(
+            coordinator=coordinator, num_processes=num_processes, process_id=process_id,
+            heartbeat_timeout=HEARTBEAT_TIMEOUT, checkpoint_dir=folder / "checkpoints",
+            checkpoint_every=CHECKPOINT_EVERY, out=folder / "out",
+        )  # fmt: skip
+    except typer.Exit as ended:  # as a command line ends
+        sys.exit(ended.exit_code)
 
 
 def command_line(folder, *, dies):

@@ -119,9 +119,9 @@ class Supervised:
 
 
 def child_of(supervisor):
-    """The process number of the process that a supervisor has started."""
+    """The process number of the process that a supervisor has started; another one may wait."""
     pid = supervisor.pid
-    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
 
 def free_ports(n):

@@ -10,7 +10,7 @@ import multihost_worker as worker
 import numpy as np
 import pytest
 from hosts import Hosts
-from processes import ENVIRONMENT, WORKER
+from processes import ENVIRONMENT, WORKER, Group
 from supervised import child_of
 from test_hosts import losses, needs_hosts
 
@@ -145,3 +145,18 @@ def test_two_hosts_go_on_and_take_the_third_one_back(tmp_path):
     curve = losses(tmp_path)
     assert len(curve) == worker.STEPS_ON_HOSTS and np.isfinite(curve).all()
     assert curve[-1] < curve[0] - 0.5
+
+
+def test_a_process_told_to_end_in_its_first_step_saves_and_ends(tmp_path, monkeypatch):
+    """Also if that step is not the first one of the run."""
+    with Hosts(2, devices=2) as made:
+        first = Group(made, tmp_path, "training_on_hosts")
+        first.until_step(3)
+        first.processes[0].send_signal(signal.SIGTERM)
+        assert first.statuses() == [143, 143]
+        reached = first.step(0)
+        monkeypatch.setitem(ENVIRONMENT, "FAULT", "told to end")
+        second = Group(made, tmp_path, "training_on_hosts")
+        assert second.statuses() == [143, 143]
+    assert f"starting after step {reached + 1}\n" in second.said(0)
+    assert second.step(0) <= reached + 3

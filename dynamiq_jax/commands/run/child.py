@@ -13,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dynamiq_jax.commands.slots import Slots
+
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"
 """The environment variable with the path of the progress file.
 
@@ -38,11 +40,13 @@ except OSError as error:
 """Runs a command that the kernel kills with its supervisor."""
 
 IMPORTS_AND_WAITS = """
-import importlib, json, os, runpy, sys
+import gc, importlib, json, os, runpy, sys
 modules, path, kind = sys.argv[1:]
 sys.path[0] = path
 for name in modules.split(","):
     importlib.import_module(name)
+gc.collect()
+gc.freeze()  # while JAX traces, the collector need not walk what modules hold
 if not (line := sys.stdin.readline()):
     sys.exit("the supervisor has ended")
 told = json.loads(line)
@@ -129,6 +133,7 @@ class Child:
       env: variables besides those of this process.
       forward: called with every line of output.
       ready: with modules, the process imports them and waits for `begin`.
+      slots: memory for copies that outlives the process.
     """
 
     def __init__(
@@ -138,6 +143,7 @@ class Child:
         forward: Callable[[bytes], None],
         *,
         ready: tuple[str, ...] = (),
+        slots: Slots | None = None,
     ) -> None:
         if ready:
             script = Script.of(command)
@@ -151,8 +157,9 @@ class Child:
         self._folder = tempfile.TemporaryDirectory(prefix="dynamiq_jax_")
         self.progress = Path(self._folder.name) / "progress"
         shim = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())]
+        env = env | {PROGRESS: str(self.progress)} | (slots.environment if slots else {})
         self._process = subprocess.Popen(
-            shim + command, env=os.environ | env | {PROGRESS: str(self.progress)},
+            shim + command, env=os.environ | env, pass_fds=slots.files if slots else (),
             stdin=subprocess.PIPE if ready else subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip

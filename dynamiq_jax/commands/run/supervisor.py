@@ -25,6 +25,7 @@ from typing import Any
 
 from dynamiq_jax.commands.run.beats import Address, Beat, Phase, connected, decode
 from dynamiq_jax.commands.run.child import TERMINATED, Child, Script
+from dynamiq_jax.commands.slots import Slots
 
 PERIOD = 0.1
 """Seconds between two beats."""
@@ -91,6 +92,7 @@ class Supervisor:
         self.child: Child | None = None
         self.spare: Child | None = None
         """A process with imported modules that waits for the next start."""
+        self._slots: Slots | None = None  # memory that outlives the process
         self._spares = bool(settings.ready)
         self._steps = 0  # how many numbers of steps the process has told
         self.status: int | None = None
@@ -110,7 +112,8 @@ class Supervisor:
     def run(self) -> int:
         """Supervises until the run is over; returns the exit status."""
         family = socket.AF_INET6 if ":" in self.settings.hosts[0].name else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as self._socket:
+        datagrams = socket.socket(family, socket.SOCK_DGRAM)
+        with datagrams as self._socket, Slots.made() as self._slots:
             self._socket.setblocking(False)
             self._socket.bind(("", self.settings.hosts[self.settings.host].port))
             try:
@@ -260,7 +263,7 @@ class Supervisor:
             return spare
         if spare:
             spare.close()
-        return Child(command, env, _forward)
+        return Child(command, env, _forward, slots=self._slots)
 
     def _watch_spare(self) -> None:
         """Lets a process get ready, once the first step is over; says so if it ends."""
@@ -272,7 +275,8 @@ class Supervisor:
             self.spare.pump()
         elif self._spares and self._steps > 1:  # the first step compiles, and needs the cores
             command = list(self.settings.command)
-            self.spare = Child(command, {}, _forward, ready=self.settings.ready)
+            ready = self.settings.ready
+            self.spare = Child(command, {}, _forward, ready=ready, slots=self._slots)
 
     def _watch(self) -> None:
         """While the process runs: ends it when the generation has failed or a host has come."""

@@ -1,0 +1,433 @@
+"""Copies of a training's state in the memory of its hosts, from which it starts again.
+
+Every host keeps what its own devices hold, and the shards of the host before it. So the state is
+whole as long as no two hosts in a row are lost. `dynamiq-jax run` has the memory: it outlives the
+process that trains.
+"""
+
+import functools
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dynamiq_jax.commands.slots import Kept, Slots
+
+Tree = TypeVar("Tree")
+Placed = Array | jax.ShapeDtypeStruct
+Block = tuple[int, tuple[tuple[int, int], ...]]
+"""A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
+
+PIECE = 2**28
+"""Bytes that a device holds at most while hosts send each other what they lack."""
+FIELDS = 6
+"""How many numbers tell of one slot."""
+
+
+class Copy(NamedTuple, Generic[Tree]):
+    """A copy that `Copies.restore` has found."""
+
+    step: int
+    """The step that the copy was saved with."""
+    state: Tree
+    """The state. A leaf of another shape than now is an array of numpy, with its whole shape."""
+    note: Any
+    """The note that the copy was saved with."""
+
+
+class Told(NamedTuple):
+    """A host's report about one of its slots."""
+
+    step: int = 0
+    session: tuple[int, int] = (0, 0)
+    """When the processes that wrote it began: two uint32 words, the high one first."""
+    processes: int = 0
+    """How many there were; 0: the slot has no copy."""
+    process: int = 0
+    """Which of them wrote it."""
+    whole: bool = False
+    """Whether it has all of the state, and not only two hosts' shards of it."""
+
+
+class Copies:
+    """Copies of a training's state in the memory of its hosts.
+
+    All processes of a run call its methods alike, as they call a collective::
+
+        copies = Copies()
+        if (copy := copies.restore(state)) is not None:
+            state = dq.optax.restore_state(copy.state, state)
+        ...
+        copies.save(step, state)  # after a step, before its arrays are donated
+
+    Without `dynamiq-jax run`, and on other systems than Linux, `save` keeps nothing and `restore`
+    returns `None`.
+
+    A host's memory takes twice (two copies) what its devices hold of the state, without
+    repetitions, and once more the shards of another host. `restore` takes the memory of the whole
+    state for as long as it runs.
+    """
+
+    def __init__(self) -> None:
+        self._slots = Slots.inherited()
+        self._session: tuple[int, int] | None = None
+
+    def save(self, step: int, state: Any, note: Any = None) -> int:
+        """Keeps a copy of the state, in place of the one before the last.
+
+        Shards travel one host onwards by `jax.lax.ppermute`. Leaves that every host has do not
+        travel. Between two calls the processes exchange something, as every training step does: the
+        second call then writes only when all have ended the first.
+
+        Args:
+          step: how many steps the state has behind it, from 0 to 2^32 - 1.
+          state: a tree of arrays of any shape and dtype, keys of `jax.random` among them. Arrays of
+            several processes have a `jax.sharding.NamedSharding`; all others are the same in all
+            processes.
+          note: anything of JSON's types, the same in all processes.
+
+        Returns:
+          The bytes of this host's copy; 0 where nothing is kept.
+
+        Raises:
+          ValueError: the step is no number of 32 bits; an array of several processes has another
+            sharding; or a mesh has more devices of one process than of another.
+        """
+        if not 0 <= step < 2**32:
+            raise ValueError(f"step={step}: give a number from 0 to {2**32 - 1}")
+        if self._slots is None:
+            return 0
+        if self._session is None:
+            self._meet()
+        paths, _ = jax.tree.flatten_with_path(_plain(state))
+        leaves = [leaf for _, leaf in paths]
+        for path, leaf in paths:
+            _check(path, leaf)
+        me, n = jax.process_index(), jax.process_count()
+        before = (me - 1) % n
+        moving = [number for number, leaf in enumerate(leaves) if _travels(leaf)]
+        arrived = dict(zip(moving, _pass_on([leaves[i] for i in moving]), strict=True))
+        blocks: dict[Block, np.ndarray] = {}
+        for number, leaf in enumerate(leaves):
+            blocks |= _blocks(number, leaf, me)
+            if number in arrived:
+                blocks |= _blocks(number, arrived[number], me, leaf, before)
+        header = {
+            "step": step, "session": self._session, "processes": n, "process": me,
+            "whole": not moving, "note": note,
+            "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name]
+                       for path, leaf in paths],
+            "keys": {_name(path): str(jax.random.key_impl(leaf))
+                     for path, leaf in jax.tree.leaves_with_path(state) if _is_key(leaf)},
+            "blocks": [[*block, data.size] for block, data in blocks.items()],
+        }  # fmt: skip
+        self._slots.write(header, blocks.values())
+        return sum(data.size for data in blocks.values())
+
+    def restore(self, state: Tree) -> Copy[Tree] | None:
+        """Returns the newest copy of which all hosts together have every part.
+
+        It may be one of another number of hosts. A leaf whose shape depends on that number comes
+        back with the old shape; `dynamiq_jax.optax.restore_state` then starts what each worker had
+        of its own anew.
+
+        Args:
+          state: a tree with the structure, shapes, dtypes and shardings that are wanted: of arrays,
+            or of `jax.ShapeDtypeStruct`s, which take no memory.
+
+        Returns:
+          The copy; `None` if no copy is whole.
+
+        Raises:
+          ValueError: the copy was made of a tree with other leaves.
+        """
+        if self._slots is None:
+            return None
+        kept = self._slots.kept()
+        told = self._meet()
+        best = newest(told)
+        if best is None:
+            return None
+        mine = next((k for k in kept if _told(_words([k]))[:3] == best[:3]), None)
+        if mine:
+            self._slots.keep(mine)  # the next copy does not go over it
+        header, blocks = self._gather(mine, _lacking(told, best))
+        return _placed(header, blocks, state)
+
+    def _meet(self) -> list[list[Told]]:
+        """Asks all hosts for their slots. All copies from now on have the same session."""
+        assert self._slots is not None
+        kept, now = self._slots.kept(), time.time_ns()
+        words = [*_words(kept[:1]), *_words(kept[1:]), now >> 32, now & 0xFFFFFFFF]
+        rows = _exchange(np.array(words, np.uint32)).tolist()
+        self._session = rows[0][-2], rows[0][-1]
+        return [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
+
+    def _gather(self, mine: Kept | None, lacking: bool) -> tuple[Any, dict[Block, np.ndarray]]:
+        """The header and all blocks of a copy, of which this host has ``mine``."""
+        assert self._slots is not None
+        own: dict[Block, np.ndarray] = {}
+        if mine:
+            data, start = self._slots.bytes_of(mine), 0
+            for block, size in _sizes(mine.header).items():
+                own[block], start = data[start : start + size], start + size
+        if not lacking:
+            assert mine
+            return mine.header, own
+        headers = _headers(mine)
+        shared = next(header for header in headers if header)
+        return shared, own | _sent(headers, own)
+
+
+def newest(told: Sequence[Sequence[Told]]) -> Told | None:
+    """Returns the newest copy of which hosts have every process's shards; `None` without one.
+
+    A host's copy has the shards of the process that wrote it, and of the one before that. The
+    newest copy is that of the highest step, and among these that of the last session. Copies of
+    different sessions or steps do not make up one.
+
+    Args:
+      told: what each host tells of its slots.
+    """
+    owners: dict[Told, set[int]] = {}
+    for slot in (slot for host in told for slot in host if slot.processes):
+        copy = slot._replace(process=0, whole=False)
+        held = range(slot.processes) if slot.whole else (slot.process, slot.process - 1)
+        owners.setdefault(copy, set()).update(p % slot.processes for p in held)
+    complete = [copy for copy, held in owners.items() if len(held) == copy.processes]
+    return max(complete, default=None)
+
+
+def _lacking(told: Sequence[Sequence[Told]], best: Told) -> bool:
+    """Whether a host lacks a part of a copy."""
+    return not all(any(slot[:3] == best[:3] and slot.whole for slot in host) for host in told)
+
+
+def _words(kept: Sequence[Kept]) -> list[int]:
+    """A `Told` in numbers, of a slot that has a copy or of none."""
+    if not kept:
+        return [0] * FIELDS
+    header = kept[0].header
+    fields = header["step"], *header["session"], header["processes"], header["process"]
+    return [*fields, int(header["whole"])]
+
+
+def _told(words: Sequence[int]) -> Told:
+    step, high, low, processes, process, whole = words
+    return Told(step, (high, low), processes, process, bool(whole))
+
+
+# --- Leaves and their blocks ----------------------------------------------------------------------
+
+
+def _plain(tree: Any) -> Any:
+    """The same tree with the numbers of its keys."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else _array(x), tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, Placed) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _array(x: Any) -> Any:
+    return x if isinstance(x, Array) else np.asarray(x)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _spans(leaf: Any) -> bool:
+    """Whether a leaf lies on devices of several processes."""
+    return isinstance(leaf, Array) and not leaf.is_fully_addressable
+
+
+def _check(path: tuple, leaf: Any) -> None:
+    if _spans(leaf) and not isinstance(leaf.sharding, NamedSharding):
+        raise ValueError(
+            f"{_name(path)} has a {type(leaf.sharding).__name__}; place it with a NamedSharding, "
+            "by out_shardings= of jax.jit"
+        )
+
+
+def _held(leaf: Any) -> dict[int, dict[Any, tuple[tuple[int, int], ...]]]:
+    """{process: {device: the part of the leaf that it holds}}."""
+    found: dict[int, dict[Any, tuple[tuple[int, int], ...]]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        part = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+        found.setdefault(device.process_index, {})[device] = part
+    return found
+
+
+def _travels(leaf: Any) -> bool:
+    """Whether some process does not hold every part of a leaf."""
+    if not _spans(leaf):
+        return False
+    held = [set(parts.values()) for parts in _held(leaf).values()]
+    return len(held) < jax.process_count() or any(parts != held[0] for parts in held)
+
+
+def _blocks(
+    number: int, leaf: Any, me: int, sender: Any = None, owner: int | None = None
+) -> dict[Block, np.ndarray]:
+    """{block: its bytes} of what this process holds of a leaf.
+
+    Args:
+      number: the number of the leaf.
+      leaf: on this process's devices.
+      me: this process.
+      sender: the leaf where it came from, if it has travelled.
+      owner: the process that it came from.
+    """
+    if not _spans(leaf):
+        data = np.asarray(leaf)
+        return {(number, tuple((0, n) for n in data.shape)): _as_bytes(data)}
+    held = _held(leaf)
+    parts = held.get(me, {})
+    if sender is not None:
+        assert owner is not None
+        parts = dict(zip(parts, _held(sender)[owner].values(), strict=True))
+    data = {shard.device: shard.data for shard in leaf.addressable_shards}
+    first = {part: device for device, part in reversed(parts.items())}
+    return {(number, part): _as_bytes(np.asarray(data[d])) for part, d in first.items()}
+
+
+def _as_bytes(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def _pass_on(leaves: list[Any]) -> list[Any]:
+    """Leaves whose shards are those of the host before; each host's go to the next one."""
+    moved: list[Any] = [None] * len(leaves)
+    meshes = [leaf.sharding.mesh for leaf in leaves]
+    for mesh in dict.fromkeys(meshes):
+        numbers = [number for number, other in enumerate(meshes) if other == mesh]
+        program = _program(mesh, tuple(leaves[number].sharding.spec for number in numbers))
+        for number, leaf in zip(numbers, program([leaves[i] for i in numbers]), strict=True):
+            moved[number] = leaf
+    return moved
+
+
+@functools.lru_cache(maxsize=8)
+def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    """The compiled program of `_pass_on`, with one transfer for all leaves of a dtype."""
+    rows: dict[int, list[int]] = {}
+    for place, device in enumerate(mesh.devices.flat):
+        rows.setdefault(device.process_index, []).append(place)
+    sizes = {process: len(places) for process, places in rows.items()}
+    n = jax.process_count()
+    if sorted(sizes) != list(range(n)) or len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"devices of the mesh by process: {sizes}, of {n} processes; give a mesh with equally "
+            "many devices of each"
+        )
+    pairs = [pair for p in range(n) for pair in zip(rows[p], rows[(p + 1) % n], strict=True)]
+
+    def onwards(leaves: list[Array]) -> list[Array]:
+        moved = list(leaves)
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+            numbers = [number for number, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            flat = jnp.concatenate([leaves[number].reshape(-1) for number in numbers])
+            flat = lax.ppermute(flat, mesh.axis_names, pairs)
+            ends = np.cumsum([leaves[number].size for number in numbers]).tolist()
+            for number, part in zip(numbers, jnp.split(flat, ends[:-1]), strict=True):
+                moved[number] = part.reshape(leaves[number].shape)
+        return moved
+
+    options = {"in_specs": (list(specs),), "out_specs": list(specs), "check_vma": False}
+    return jax.jit(jax.shard_map(onwards, mesh=mesh, **options))
+
+
+# --- From host to host ----------------------------------------------------------------------------
+
+
+def _exchange(data: np.ndarray) -> np.ndarray:
+    """Rows of what each process has told: arrays of one shape and dtype."""
+    return np.asarray(multihost_utils.process_allgather(data))
+
+
+def _exchange_bytes(data: np.ndarray, longest: int) -> list[np.ndarray]:
+    """The bytes that each process has told, filled up to ``longest``, in pieces."""
+    most = max(2**16, PIECE // jax.process_count())
+    size = min(most, 1 << max(longest - 1, 2**16 - 1).bit_length())
+    pieces = []
+    for start in range(0, longest, size):
+        piece = np.zeros(size, np.uint8)
+        own = data[start : start + size]
+        piece[: own.size] = own
+        pieces.append(_exchange(piece))
+    return list(np.concatenate(pieces, axis=1)) if pieces else []
+
+
+def _headers(mine: Kept | None) -> list[Any]:
+    """The headers of all hosts; `None` for one that does not have the copy."""
+    text = np.frombuffer(json.dumps(mine.header).encode() if mine else b"", np.uint8)
+    lengths = _exchange(np.array(text.size, np.uint32)).tolist()
+    texts = _exchange_bytes(text, max(lengths))
+    told = [bytes(row[:n]) for row, n in zip(texts, lengths, strict=True)]
+    return [json.loads(text) if text else None for text in told]
+
+
+def _sizes(header: Any) -> dict[Block, int]:
+    """{block: how many bytes it has}."""
+    return {(leaf, tuple(map(tuple, part))): size for leaf, part, size in header["blocks"]}
+
+
+def _sent(headers: list[Any], own: Mapping[Block, np.ndarray]) -> dict[Block, np.ndarray]:
+    """All blocks that some host lacks; hosts that have a block take turns at sending one."""
+    sizes = [_sizes(header) if header else {} for header in headers]
+    every = {block: size for held in sizes for block, size in held.items()}
+    sends: list[list[Block]] = [[] for _ in headers]
+    for turn, block in enumerate(sorted(every)):
+        holders = [host for host, held in enumerate(sizes) if block in held]
+        if len(holders) < len(headers):
+            sends[holders[turn % len(holders)]].append(block)
+    longest = max(sum(every[block] for block in blocks) for blocks in sends)
+    mine = [own[block] for block in sends[jax.process_index()]]
+    rows = _exchange_bytes(np.concatenate([np.empty(0, np.uint8), *mine]), longest)
+    found = {}
+    for blocks, row in zip(sends, rows or [np.empty(0, np.uint8)] * len(sends), strict=True):
+        start = 0
+        for block in blocks:
+            found[block], start = row[start : start + every[block]], start + every[block]
+    return found
+
+
+def _placed(header: Any, blocks: Mapping[Block, np.ndarray], state: Tree) -> Copy[Tree]:
+    """The copy as a tree like ``state``."""
+    paths, treedef = jax.tree.flatten_with_path(state)
+    saved, now = [name for name, *_ in header["leaves"]], [_name(path) for path, _ in paths]
+    if saved != now:
+        alone = sorted({*saved} ^ {*now})
+        raise ValueError(
+            f"the copy has {len(saved)} leaves and this state {len(now)}, which differ in "
+            f"{', '.join(alone[:4])}; start all supervisors anew, which forgets copies"
+        )
+    whole = [np.empty(shape, jnp.dtype(dtype)) for _, shape, dtype in header["leaves"]]
+    for (number, part), data in blocks.items():
+        array = whole[number]
+        index = tuple(slice(*span) for span in part)
+        array[index] = data.view(array.dtype).reshape(array[index].shape)
+    leaves = []
+    for array, (path, like) in zip(whole, paths, strict=True):
+        if impl := header["keys"].get(_name(path)):
+            leaves.append(jax.random.wrap_key_data(_put(array, like), impl=impl))
+        elif isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
+            leaves.append(_put(array, like))
+        else:
+            leaves.append(array)
+    return Copy(header["step"], jax.tree.unflatten(treedef, leaves), header["note"])
+
+
+def _put(array: np.ndarray, like: Any) -> Any:
+    """An array where ``like`` is; on the default device if that is nowhere."""
+    if like.sharding is None:
+        return jnp.asarray(array)
+    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])

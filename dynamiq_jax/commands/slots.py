@@ -1,0 +1,136 @@
+"""Memory of a supervisor in which its process keeps copies: it outlives the process.
+
+There are two slots. A new copy goes into the slot without the copy that counts. So a process that
+is killed while it writes leaves the copy before. The memory has no name: it is gone with the
+supervisor, however that ends.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+VARIABLE = "DYNAMIQ_JAX_COPIES"
+"""The environment variable with the file descriptors of both slots, by a comma."""
+
+NAME = "dynamiq_jax_"
+"""How the system lists the memory, before the number of the slot."""
+LENGTH = 8
+"""Bytes of the number at the beginning of a slot: how long the header is; 0 without a copy."""
+
+
+class Kept(NamedTuple):
+    """A whole copy in a slot."""
+
+    slot: int
+    """0 or 1."""
+    header: dict[str, Any]
+    """What was written with it."""
+    start: int
+    """Where its bytes begin in the slot."""
+
+
+class Slots:
+    """Two slots of memory.
+
+    Args:
+      files: a file descriptor for each.
+    """
+
+    def __init__(self, files: tuple[int, int]) -> None:
+        self.files = files
+        self._next = 0
+
+    @classmethod
+    @contextlib.contextmanager
+    def made(cls) -> Iterator["Slots | None"]:
+        """Empty slots for a block; `None` where the system has no memory without a name."""
+        if not hasattr(os, "memfd_create"):  # Linux alone has it
+            yield None
+            return
+        files = os.memfd_create(f"{NAME}0"), os.memfd_create(f"{NAME}1")
+        try:
+            yield cls(files)
+        finally:
+            for file in files:
+                os.close(file)
+
+    @classmethod
+    def inherited(cls) -> "Slots | None":
+        """The slots of this process's supervisor; `None` without one.
+
+        Raises:
+          ValueError: the variable names file descriptors that this process does not have.
+        """
+        text = os.environ.get(VARIABLE)
+        if not text:
+            return None
+        files = tuple(map(int, text.split(",")))
+        for slot, file in enumerate(files):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{file}").startswith(f"/memfd:{NAME}{slot}"):
+                    continue
+            raise ValueError(
+                f"{VARIABLE}={text}: file descriptor {file} is not a supervisor's memory; start "
+                "this process with the file descriptors that dynamiq-jax run gives its command, or "
+                f"without {VARIABLE}"
+            )
+        return cls((files[0], files[1]))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variable for a process that inherits the file descriptors."""
+        return {VARIABLE: ",".join(map(str, self.files))}
+
+    def write(self, header: dict[str, Any], parts: Iterable[np.ndarray]) -> None:
+        """Writes a copy over the one that no longer counts.
+
+        Args:
+          header: what `Kept.header` shall be, of JSON's types.
+          parts: uint8[n] each; their bytes follow each other.
+        """
+        file = self.files[self._next]
+        os.pwrite(file, bytes(LENGTH), 0)  # from here on the slot has no copy
+        text = json.dumps(header).encode()
+        end = _write(file, text, LENGTH)
+        for part in parts:
+            end = _write(file, part.data, end)
+        if os.fstat(file).st_size > end:
+            os.ftruncate(file, end)
+        os.pwrite(file, len(text).to_bytes(LENGTH, "little"), 0)  # and now it has one
+        self._next = 1 - self._next
+
+    def kept(self) -> list[Kept]:
+        """All whole copies, in the order of slots."""
+        found = []
+        for slot, file in enumerate(self.files):
+            length = int.from_bytes(os.pread(file, LENGTH, 0), "little")
+            if length:
+                header = json.loads(os.pread(file, length, LENGTH))
+                found.append(Kept(slot, header, LENGTH + length))
+        return found
+
+    def bytes_of(self, kept: Kept) -> np.ndarray:
+        """The bytes of a copy, uint8[n]; valid until the slot is written again."""
+        file = self.files[kept.slot]
+        size = os.fstat(file).st_size
+        if size == kept.start:
+            return np.empty(0, np.uint8)
+        return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)[kept.start :]
+
+    def keep(self, kept: Kept) -> None:
+        """Makes a copy the one that counts: the next copy does not go over it."""
+        self._next = 1 - kept.slot
+
+
+def _write(file: int, data: Any, offset: int) -> int:
+    """Writes all of ``data``, of which the system takes 2 GiB at a time; returns the end."""
+    left = memoryview(data)
+    while len(left):
+        count = os.pwrite(file, left, offset)
+        left, offset = left[count:], offset + count
+    return offset
