@@ -58,16 +58,16 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
-    Gradients are reduced over the data axes, compressed. The loss takes modules among its
-    arguments, positional or by keyword. All their arrays are whole on every worker, variables or
-    not, and arrays among the other arguments are the batch. What the loss changes of its modules,
-    such as batch statistics and counters of random streams, is written back.
+    Gradients are reduced over the data axes, compressed. The loss takes modules as positional or
+    keyword arguments. All arrays of modules, variables or not, are whole on every worker; arrays
+    among the other arguments are the batch. Changes that the loss makes to its modules, such as
+    batch statistics and counters of random streams, are written back.
 
     On Explicit axes the loss is that of the global batch. On Auto axes every worker runs the loss
-    on its own examples, and the loss is a mean over these.
-    A changed state has to be the same on all workers there: what parameters alone say is, as in an
-    `nnx.WeightNorm`, and `nnx.BatchNorm` needs its ``axis_name``.
-    Every worker folds its number into the keys of random streams.
+    on its own examples, and the loss is a mean over these. There a changed state must be the same
+    on all workers: a state that depends only on parameters is, as in an `nnx.WeightNorm`, and
+    `nnx.BatchNorm` needs its ``axis_name``. Every worker folds its index into the keys of random
+    streams.
 
     If one module is passed several times, its gradients are in the state of the first argument that
     ``argnums`` selects.
@@ -76,8 +76,9 @@ def value_and_grad(
       loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``, of
         modules and a batch.
       axis_name: as for `dynamiq_jax.value_and_grad`.
-      argnums: which positional arguments are differentiated. A number stands for all `nnx.Param` of
-        a module, and `nnx.DiffState` for its variables that pass a filter, such as `nnx.LoRAParam`.
+      argnums: which positional arguments are differentiated. A number selects all `nnx.Param` of a
+        module, and `nnx.DiffState` selects the variables that pass a filter, such as
+        `nnx.LoRAParam`.
       has_aux: as for `dynamiq_jax.value_and_grad`.
       compression: as for `dynamiq_jax.psum`.
       mesh: as for `dynamiq_jax.value_and_grad`.
@@ -87,10 +88,10 @@ def value_and_grad(
       gather: as for `dynamiq_jax.value_and_grad`.
       specs: as for `dynamiq_jax.value_and_grad`.
       batch_specs: as for `dynamiq_jax.value_and_grad`, for the arguments that ``argnums`` does not
-        select; `None` stands for a module among them.
+        select; pass `None` for a module among them.
       weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
       aux: as for `dynamiq_jax.value_and_grad`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to
@@ -99,7 +100,7 @@ def value_and_grad(
 
     Raises:
       ValueError: ``argnums`` selects nothing; the loss adds or removes variables, or changes an
-        array in a tuple of a module; a changed state differs between workers; or for the reasons of
+        array in a tuple of a module; a changed state differs between workers; or as for
         `dynamiq_jax.value_and_grad`.
     """
     axis = check_axis(axis_name)
@@ -271,7 +272,7 @@ class _Call(NamedTuple):
         return jax.tree.map(join, (tuple(args), named), batch, is_leaf=is_leaf)
 
     def name(self, path: tuple) -> str:
-        """A leaf of the modules, by the number or name of its argument and the path in it."""
+        """The name of a leaf of the modules: its argument's index or name, and its path in it."""
         kind, argument, *rest = path
         return "/".join(map(str, (self.numbers[argument] if kind == 0 else argument, *rest)))
 
@@ -295,7 +296,7 @@ class _Leaf(NamedTuple):
     path: tuple
     value: Any
     places: range
-    """The numbers of its arrays among those of all."""
+    """The indices of its arrays among all arrays."""
 
 
 def _flat(states: tuple[Any, Any]) -> list[_Leaf]:
@@ -311,10 +312,10 @@ def _flat(states: tuple[Any, Any]) -> list[_Leaf]:
 def _changes(
     before: list[_Leaf], after: list[_Leaf], states_of: Callable[..., Any], args: Any
 ) -> dict[int, Any]:
-    """The variables with new values, by their numbers among all.
+    """The variables with new values, by their indices among all variables.
 
-    Transformations such as `nnx.remat` and `nnx.jit` set every variable to a new array. What they
-    pass on unchanged is found in the program of ``states_of(*args)``, which is that of ``after``.
+    Transformations such as `nnx.remat` and `nnx.jit` set every variable to a new array. The program
+    of ``states_of(*args)``, which is that of ``after``, shows which values they leave unchanged.
     """
     new = []
     for number, (old, own) in enumerate(zip(before, after, strict=True)):
@@ -353,7 +354,7 @@ def _check_changes(
 
 
 def _write(call: _Call, modules: Any, before: list[_Leaf], changes: dict[int, Any]) -> None:
-    """Writes back what the loss changed of its modules, by the variables' numbers among all."""
+    """Writes the loss's changes back to its modules, by the variables' indices among all."""
     for number, x in changes.items():
         path = before[number].path
         try:

@@ -249,7 +249,7 @@ class _Everywhere(NamedTuple):
 
 
 class _References(NamedTuple):
-    """What the kernel of an all-reduce reads and writes; `None` for operands it does without."""
+    """Operands and results of an all-reduce kernel; `None` for operands that it does not use."""
 
     x: Any
     mean: Any

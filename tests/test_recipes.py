@@ -12,7 +12,9 @@ import jax
 import numpy as np
 import pytest
 from cases import daily
+from jax.sharding import PartitionSpec as P
 
+import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
@@ -31,7 +33,7 @@ NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
     "health", "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm",
     "explicit", "meshes", "constraints", "several hosts", "scan",
-    "fsdp", "fsdp state", "sequential", "scattered", "deferred",
+    "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
     "by step switch", "metrics",
 ]  # fmt: skip
@@ -214,6 +216,20 @@ def of_fsdp(found):
     return part(kernel) == part(moment) == (6, 32, 256) and finite(kernel)
 
 
+def of_adapters(found):
+    """They have moved; and the base has the bits of a gather that encodes."""
+    assert all(np.any(np.asarray(b)) for _, b in found["adapters"].values())
+    maps = {"mesh": found["mesh"], "in_specs": P("data"), "out_specs": P("data")}
+    options = {"packed": {}, "base": {"compression": found["eight_bits"]}}
+    kept, anew = (
+        jax.jit(
+            jax.shard_map(lambda x, own=own: dq.all_gather(x, "data", tiled=True, **own), **maps)
+        )(found[name])
+        for name, own in options.items()
+    )
+    return all(np.array_equal(kept[name], anew[name]) for name in kept)
+
+
 def of_layers(found):
     return alike(found["params"])
 
@@ -303,6 +319,7 @@ PRINTED = [
         found["grads"], jax.grad(found["loss_fn"])(found["params"], found["batches"][0]))),
     (["scan"], r"loss 0\.", of_layers),
     (["fsdp", "fsdp state"], r"loss 1\.\d+\n", of_fsdp),  # it was 5
+    (["frozen"], r"^loss 0\.\d+, 8\.\d bits a coordinate\n$", of_adapters),
     (["sequential", "scattered"], r"loss 0\.", of_scattered),
     (["sequential", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),

@@ -1,4 +1,4 @@
-"""`psum` and `pmean` over pytrees, drop-in for `jax.lax`'s, and `reduce`, which knows more."""
+"""`psum` and `pmean` over pytrees, which replace `jax.lax`'s, and `reduce`, with more options."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -32,48 +32,49 @@ def psum(
 
     It runs inside `jax.shard_map` (also with ``check_vma=True`` and ``out_specs=P()``), `jax.pmap`
     and ``jax.vmap(axis_name=...)``. The result has the same bits on all workers. Every encoding is
-    unbiased over the rounding's randomness (but for width 0). With ``rounding="independent"`` the
-    result is unbiased, too. Paired roundings, the default, trade a little bias for much less error
-    (`pallas_kernels.hashing`). A NaN or infinity on any worker makes its whole super-group NaN on
-    all. The derivative is that of `jax.lax.psum`.
+    unbiased over the rounding's randomness (except for width 0). With ``rounding="independent"``
+    the result is also unbiased. Paired roundings, the default, trade a little bias for much less
+    error (`pallas_kernels.hashing`). A NaN or infinity on any worker makes its whole super-group
+    NaN on all workers. The derivative is that of `jax.lax.psum`.
 
     A leaf that JAX knows to be the same on all workers (a constant; under ``check_vma=True`` a
-    value that does not vary over the axis) is never compressed. Large leaves of that kind are
-    mostly gradients that JAX has summed already: `psum` refuses them, and `pmean` warns. A warning
+    value that does not vary over the axis) is never compressed. Large leaves of this kind are
+    usually gradients that JAX has summed already: `psum` refuses them, and `pmean` warns. A warning
     also names large leaves that are not compressed because of a limit (``min_bucket_size``,
     ``min_bucket_bytes``) that the caller did not set.
 
-    Outside of maps it sums the gradients that `value_and_grad` returns with ``reduce=False``. On a
-    mesh of Explicit axes these are leaves that JAX's types call unreduced over the data axes; other
-    leaves are sums already.
+    Outside of maps `psum` sums the gradients that `value_and_grad` returns with ``reduce=False``.
+    On a mesh of Explicit axes it sums the leaves that are typed as unreduced over the data axes;
+    other leaves are sums already.
 
     Args:
-      x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and
-        shape; other dtypes, and leaves too small to gain, are summed exactly by `jax.lax.psum`.
-        `explain` lists which leaf goes which way.
-      axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for which is which.
-      compression: how to compress: a `Compression`, or its method alone. Default ``DynamiQ()``,
-        5 bits per coordinate. Methods with memory take `reduce`. A function ``(path, leaf) ->
-        method`` chooses for every leaf, and excludes those for which it returns `None`: ``lambda
-        path, leaf: None if "norm" in path else dq.DynamiQ()``, for paths as "layers/0/kernel" and
-        leaves as `jax.ShapeDtypeStruct`.
+      x: any pytree. f32, bf16 and f16 leaves are compressed; the result has their dtype and shape.
+        `jax.lax.psum` sums other dtypes, and leaves that are too small to gain, exactly. `explain`
+        lists how each leaf is summed.
+      axis_name: the mapped axis, or a tuple of axes; see `Hierarchical` for their order.
+      compression: how to compress: a `Compression`, or only its method. Default: ``DynamiQ()``, 5
+        bits per coordinate. Methods with memory need `reduce`. A function ``(path, leaf) ->
+        method`` chooses a method for every leaf, and excludes leaves for which it returns `None`:
+        ``lambda path, leaf: None if "norm" in path else dq.DynamiQ()``. A path is a string such as
+        "layers/0/kernel", and a leaf is a `jax.ShapeDtypeStruct`.
       topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
-      key: a PRNG key for the rounding, the same on all workers. A key that JAX knows to vary over
-        the axis is refused. Where JAX does not track this (``check_vma=False``, `jax.pmap`,
-        `jax.vmap`) ``DynamiQ(debug_checks=True)`` finds it. Default: a hash of the all-reduced
-        statistics (for DynamiQ sums of squares in bf16) and of the bucket's leaf names. It is new
-        whenever the statistics are; methods without statistics round alike in every step.
-      axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each sums
-        for itself. They serve where `jax.lax.psum` takes them: `jax.pmap`, and `jax.shard_map` with
-        ``check_vma=False``.
-      specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it. It is needed where
+      key: a PRNG key for the rounding, the same on all workers. A key that varies over the axis,
+        according to JAX's types, is refused. If JAX does not track this (``check_vma=False``,
+        `jax.pmap`, `jax.vmap`), ``DynamiQ(debug_checks=True)`` detects it. Default: a hash of the
+        all-reduced statistics (for DynamiQ, sums of squares in bf16) and of the bucket's leaf
+        names. It changes whenever the statistics change; methods without statistics round in the
+        same way in every step.
+      axis_index_groups: groups of workers of equal size, such as ``[[0, 1], [2, 3]]``; each group
+        has its own sum. They work where `jax.lax.psum` accepts them: under `jax.pmap`, and under
+        `jax.shard_map` with ``check_vma=False``.
+      specs: PartitionSpecs of the leaves, a tree like ``x`` or a prefix of it. They are needed if
         `jax.shard_map` left axes of the mesh automatic (``axis_names={"data"}``): every device
-        reduces its own part of a leaf, and JAX does not show how automatic axes split it. Other
-        axes in it do not count. Types show Explicit axes. With ``check_vma=False`` it tells which
-        leaves are copies over other manual axes; without it each leaf then travels alone. Outside
-        of maps it says how sums are sharded, over the summed axes, too. By default sums are
-        sharded as their terms.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+        reduces its own part of a leaf, and JAX does not show how automatic axes split the leaf.
+        Other axes in the specs are ignored; JAX's types show how Explicit axes split it. With
+        ``check_vma=False`` the specs say which leaves are copies over other manual axes; without
+        specs each leaf then travels in a bucket of its own. Outside of maps the specs say how sums
+        are sharded, also over the summed axes. By default sums are sharded like their terms.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x``.
@@ -82,8 +83,8 @@ def psum(
       ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
         axes around it and no ``specs``; ``key`` varies over ``axis_name``; or an argument is
         malformed.
-      NameError: ``axis_name`` is not mapped, and no axis of an Explicit mesh.
-      NotImplementedError: ``axis_index_groups`` elsewhere, or positional axes.
+      NameError: ``axis_name`` is neither mapped nor an axis of an Explicit mesh.
+      NotImplementedError: ``axis_index_groups`` are used elsewhere, or axes are positional.
     """
     axis = check_axis(axis_name, axis_index_groups)
     total = Reduction(
@@ -106,27 +107,27 @@ def pmean(
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; replaces `jax.lax.pmean`.
 
-    It runs inside of maps, and all that `psum` says of bits, keys and leaves holds.
+    It runs inside of maps. What `psum` says about bits, keys and leaves also holds here.
 
     Args:
-      x: any pytree. f32, bf16 and f16 leaves are compressed and come back in their dtype and shape.
-        Small ones and other dtypes are averaged exactly, by `jax.lax.pmean`'s rules.
+      x: any pytree. f32, bf16 and f16 leaves are compressed; the result has their dtype and shape.
+        Small leaves and other dtypes are averaged exactly, by the rules of `jax.lax.pmean`.
       axis_name: as for `psum`.
       compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
-      axis_index_groups: as for `psum`; each group averages for itself.
+      axis_index_groups: as for `psum`; each group has its own mean.
       specs: as for `psum`.
       weight: how much this worker counts, as for `reduce`: a scalar, such as its number of tokens.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, with the same bits on all workers. With a ``weight`` it is the weighted
-      mean.
+      A tree like ``x``, with the same bits on all workers. With a ``weight`` it holds weighted
+      means.
 
     Raises:
-      ValueError: as for `psum`; a ``weight`` is not a scalar, or is for leaves of integers; or the
-        call is outside of maps, where `psum` adds up what is a mean already.
+      ValueError: as for `psum`; a ``weight`` is not a scalar, or leaves are integers; or the call
+        is outside of maps, where `psum` adds up terms of a mean.
       NameError: as for `psum`.
       NotImplementedError: as for `psum`.
     """
@@ -151,7 +152,7 @@ def reduce(
     weight: Array | float | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Reduced:
-    """Sums or averages as `psum` and `pmean` do; takes and returns states, and returns metrics.
+    """Sums or averages like `psum` and `pmean`, with states and metrics.
 
     Args:
       tree: as for `psum`.
@@ -160,24 +161,24 @@ def reduce(
       compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
-      state: what a method with memory carries from step to step: `init_state`'s, then that of the
-        step before.
-      metrics: whether to return `Metrics`, at the cost of one pass over the result. They cover all
-        parts of leaves that other axes split.
+      state: the state of a method with memory: first that of `init_state`, then the one that the
+        previous step returned.
+      metrics: whether to return `Metrics`, at the cost of one pass over the result. If other axes
+        split a leaf, they cover all of its parts.
       specs: as for `psum`.
-      weight: how much this worker counts in a mean: a scalar that is not negative, such as its
-        number of tokens. The mean is the sum of weight times leaf over the sum of weights. A worker
-        of weight 0 adds nothing, not even NaN. If all weights are 0 the mean is 0. A weight that is
-        negative, infinite or NaN makes the mean NaN on all workers. Leaves are floating-point; n
-        times their values must fit f16 if they are f16.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      weight: this worker's weight in a mean: a nonnegative scalar, such as its number of tokens.
+        The mean is the sum of weight times leaf, divided by the sum of weights. A worker of weight
+        0 contributes nothing, not even NaN. If all weights are 0, the mean is 0. A negative,
+        infinite or NaN weight makes the mean NaN on all workers. Leaves must be floating-point; for
+        f16 leaves, n times their values must fit f16.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.
 
     Raises:
-      ValueError: ``op`` is neither, a method needs a state and has none, a ``weight`` is not a
-        scalar, or is for a sum or for integers, or as for `psum`.
+      ValueError: as for `psum`; ``op`` is neither of these; a method needs a state, and none is
+        passed; or a ``weight`` is not a scalar, or is for a sum or for integers.
     """
     total = Reduction(
         check_axis(axis_name), as_compression(compression, topology, method=method), op, specs=specs
@@ -186,7 +187,7 @@ def reduce(
 
 
 def reducer_for(total: Reduction, tree: Any) -> Callable[..., Reduced]:
-    """The function that reduces ``tree``: inside of maps, or outside by where terms are."""
+    """The function that reduces ``tree``, by whether the call is inside of a map or outside."""
     if isinstance(tree, WorkerGradients):
         return functools.partial(reduce_terms, total)
     outside = is_outside(total.axis, tree)

@@ -1,8 +1,8 @@
-"""`all_to_all`: compressed blocks between workers, as tokens travel to their experts and back.
+"""`all_to_all`: exchanges compressed blocks between workers, such as tokens for experts.
 
-A worker encodes the block of every receiver by itself and at one width. There is nothing on which
-workers have to agree ahead, so that one collective carries all: payloads, and behind them a byte
-for every super-group of 256 coordinates that says whether it held a NaN or an infinity.
+A worker encodes the block of every receiver separately and at one width. Workers need not agree on
+anything before, so one collective sends everything: payloads, and after them one byte for every
+super-group of 256 coordinates that says whether it had a NaN or an infinity.
 """
 
 import functools
@@ -35,7 +35,7 @@ from pallas_kernels.format import TILE_ROWS, WireFormat
 Tree = TypeVar("Tree")
 
 EIGHT_BITS = DynamiQ(bits=8.5)
-"""Codes of 8 bits, and 0.34 bits of scales for each of them."""
+"""The default: codes of 8 bits, and 0.34 bits of scales for each code."""
 FLAGS = 16
 """Flags of super-groups come in multiples of this: payloads are whole quads of words."""
 
@@ -53,47 +53,50 @@ def all_to_all(
     key: Array | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
-    """Sends block i of every leaf to worker i, quantised, and so do the cotangents on their way.
+    """Sends block i of every leaf to worker i, quantised; cotangents are also sent quantised.
 
     The arguments, the shapes and the derivative are those of `jax.lax.all_to_all`. The result is
-    what it returns plus unbiased noise. Forward mode (`jax.jvp`) is refused by JAX, as of any
+    the exact result plus unbiased noise. JAX refuses forward mode (`jax.jvp`), as for any
     `jax.custom_vjp`.
 
-    `DynamiQ` encodes every coordinate at the widest width that ``bits`` hold with their metadata:
-    8 bits take 8.34 on the wire, 6 bits 6.34. Zeros stay zeros, as do padding and dropped tokens.
-    A NaN or an infinity makes the 256 coordinates of its super-group NaN, and no others. Other
-    quantisers without memory (`dynamiq_jax.comparators`: `MXFP8`, `MinMax`, `GlobalQSGD`) serve as
-    well, with what their docstrings say of zeros and NaN; `BF16` and `F32` cast.
+    `DynamiQ` encodes every coordinate at the largest width that fits ``bits`` together with its
+    metadata: 8 bits take 8.34 on the wire, 6 bits take 6.34. Zeros stay zeros, and so do padding
+    and dropped tokens. A NaN or an infinity makes the 256 coordinates of its super-group NaN, and
+    no others. You can also use other quantisers without memory (`dynamiq_jax.comparators`: `MXFP8`,
+    `MinMax`, `GlobalQSGD`); their docstrings say how they handle zeros and NaN. `BF16` and `F32`
+    cast.
 
-    There is no such collective outside of maps: there `jax.reshard` changes the sharding.
+    Outside of maps there is no such collective; use `jax.reshard` to change the sharding.
 
     Args:
-      x: any pytree. Leaves of other dtypes than f32, bf16 and f16, small ones (as in `psum`), and
-        those that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
-        blocks of a multiple of 256 coordinates nothing is copied ahead of the encoding.
+      x: any pytree. Leaves of dtypes other than f32, bf16 and f16, small leaves (as in `psum`), and
+        leaves that JAX knows to be equal on all workers travel exactly. With ``split_axis=0`` and
+        blocks of a multiple of 256 coordinates nothing is copied before the encoding.
       axis_name: the mapped axis; a tuple counts as one axis.
-      split_axis: the dimension of every leaf that is cut into blocks; negative ones count from the
-        last.
-      concat_axis: the dimension of the result along which received blocks are put together.
+      split_axis: the dimension of every leaf that is cut into blocks; negative values count from
+        the last.
+      concat_axis: the dimension of the result along which received blocks are joined.
       axis_index_groups: as for `psum_scatter`.
-      tiled: if true ``split_axis`` is a multiple of the n workers and becomes 1/n of it, and
-        ``concat_axis`` becomes n times as long; otherwise ``split_axis`` is n, and moves.
-      compression: as for `psum`, without state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
-      backward: the method of the cotangents of all leaves that are compressed; `None`: that of the
-        leaf.
-      key: as for `psum`. The backward pass rounds by other noise of the same key. Without a key
-        the noise of `DynamiQ` is a hash of each worker's data.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      tiled: if true, ``split_axis`` is a multiple of n, the number of workers, and shrinks to 1/n
+        of it, and ``concat_axis`` becomes n times as long; otherwise ``split_axis`` is n, and moves
+        to ``concat_axis``.
+      compression: as for `psum`, without a state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
+      backward: the method for the cotangents of all leaves that are compressed; `None`: the leaf's
+        method.
+      key: as for `psum`. The backward pass uses other noise from the same key. Without a key the
+        noise of `DynamiQ` is a hash of each worker's data.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, of the blocks that this worker received, in the leaf's dtype.
+      A tree like ``x`` with the blocks that this worker received, in the leaf's dtype.
 
     Raises:
-      ValueError: a leaf's dimension does not divide or does not exist, or an argument is malformed.
+      ValueError: a leaf's dimension is not a multiple of n or does not exist, or an argument is
+        malformed.
       NameError: ``axis_name`` is not mapped.
-      NotImplementedError: a method that keeps a state or sums natively, ``axis_index_groups`` under
-        `jax.vmap`, positional axes, or leaves to be compressed where `jax.shard_map` left axes of
-        the mesh automatic or explicit.
+      NotImplementedError: a method keeps a state or sums natively; ``axis_index_groups`` under
+        `jax.vmap`; positional axes; or leaves to be compressed if `jax.shard_map` left axes of the
+        mesh automatic or explicit.
     """
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
@@ -152,7 +155,7 @@ def _exchange_leaves(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method) -> Array:
-    """Row j of ``x`` goes to worker j; row i of the result came from worker i."""
+    """Sends row j of ``x`` to worker j; row i of the result is from worker i."""
     return exchange_rows(x, seed, axis=axis, method=method)
 
 
@@ -178,7 +181,7 @@ def exchange_rows(x: Array, seed: Seed, *, axis: Axis, method: HopMethod) -> Arr
 def _exchange_dynamiq(
     x: Float[Array, "n s"], seed: Seed, axis: Axis, method: DynamiQ
 ) -> Float[Array, "n s"]:
-    """All super-groups at one width and in their order; each block is one chunk."""
+    """Encodes all super-groups at one width and in their order; each block is one chunk."""
     n, size = x.shape
     fmt = _format(method, n)
     group_size, width = fmt.super_group_size, fmt.widths[0]
@@ -215,14 +218,14 @@ def _exchange_dynamiq(
 
 
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format of one width: the widest that the method's bits hold for all workers."""
+    """The wire format with one width: the largest that fits the method's bits for all workers."""
     # One worker sends nothing, and gets the format of two.
     found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")
 
 
 def _exchanged_bits(route: Route, bucket: Bucket) -> float:
-    """Wire bits per coordinate of an exchange; of methods that do not pad, 0."""
+    """Wire bits per coordinate of an exchange; 0 for methods that do not pad."""
     method, n = route.method, route.n_workers
     if not isinstance(method, DynamiQ):
         return 0.0
@@ -233,7 +236,7 @@ def _exchanged_bits(route: Route, bucket: Bucket) -> float:
 
 
 def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
-    """Refuses methods that cannot encode blocks that nobody has been told about."""
+    """Refuses methods that cannot encode blocks without an agreement between workers."""
     serves = False
     if isinstance(method, DynamiQ):
         one = method.floor is not None or len(method.widths or ()) == 1

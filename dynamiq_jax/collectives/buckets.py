@@ -107,6 +107,7 @@ def reduce_leaves(
         values |= zip(indices, exact, strict=True)
         divisor, metrics = axis.size if op == "mean" else 1, sent is not None
         run = axis.program(_reduce_bucket)
+        # Buckets keep their order: seeds[number] and after[number] belong to bucket ``number``.
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
             method = route.runner.of_bucket(bucket)
@@ -155,6 +156,7 @@ def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: 
         return [jax.tree.map(f, state) if axes else state for state, axes in pairs]
 
     def of_part(values, words, states):
+        # A device has one part, so the axis of parts has length 1 here.
         values, states, found = run(values, words, each(lambda x: x[0], states))
         return values, each(lambda x: x[None], states), found
 

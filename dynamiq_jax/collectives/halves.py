@@ -13,6 +13,7 @@ from jax import Array, lax
 
 from dynamiq_jax.collectives.buckets import with_tangent
 from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
+from dynamiq_jax.collectives.packed import Packed
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
@@ -51,34 +52,34 @@ def psum_scatter(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
-    """Sums every leaf over the mapped axis and leaves worker i with the i-th slice of it.
+    """Sums every leaf over the mapped axis; worker i gets slice i of the sum.
 
     This is the reduce-scatter half of `psum`, with the semantics and the derivative of
-    `jax.lax.psum_scatter`. The sum of a slice is decoded by its owner and not encoded again. Widths
-    are chosen for every slice apart, each at ``method.bits`` bits per coordinate, the statistics of
-    the whole included.
+    `jax.lax.psum_scatter`. The owner of a slice does not encode the sum again. Widths are chosen
+    separately for every slice, at ``method.bits`` bits per coordinate, including the statistics of
+    the whole leaf.
 
     Args:
-      x: any pytree; which leaves are compressed is as in `psum`. Slices of leaves other than
-        along dimension 0, slices that are not a multiple of 256 coordinates, and a ``scale_axis``
-        that is not the last one cost a copy.
+      x: any pytree; the same leaves are compressed as in `psum`. Slices along a dimension other
+        than 0, slices whose size is not a multiple of 256 coordinates, and a ``scale_axis`` other
+        than the last axis cost a copy.
       axis_name: the mapped axis; a tuple counts as one axis.
-      scatter_dimension: the dimension of every leaf that is sliced; negative ones count from the
+      scatter_dimension: the dimension of every leaf that is sliced; negative values count from the
         last.
-      tiled: if true the dimension is a multiple of the n workers and becomes 1/n of it, otherwise
-        it is n and is removed.
+      tiled: if true, the dimension is a multiple of n, the number of workers, and shrinks to 1/n of
+        it; otherwise it is n and is removed.
       compression: as for `psum`.
       topology: as for `psum`.
       key: as for `psum`.
-      axis_index_groups: as for `psum`, and with ``check_vma=True`` as well.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      axis_index_groups: as for `psum`; they also work with ``check_vma=True``.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, of this worker's own slice of every sum, in the leaf's dtype.
+      A tree like ``x`` with this worker's slice of every sum, in the leaf's dtype.
 
     Raises:
-      ValueError: a leaf's dimension does not divide, a leaf that would be compressed does not vary
-        over the axis, or an argument is malformed.
+      ValueError: a leaf's dimension is not a multiple of n, a leaf that would be compressed does
+        not vary over the axis, or an argument is malformed.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
@@ -163,13 +164,14 @@ def divide(total: Array, divisor: int, dtype: Any) -> Array:
 
 
 def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
-    """The last axis cut into parts of these sizes."""
+    """The last axis, cut into parts of these sizes."""
     return [x[..., start:stop] for start, stop in pairwise(accumulate(sizes, initial=0))]
 
 
 def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
     at %= blocks.ndim - tiled
+    # [n, ..., s, ...] becomes [..., n, s, ...], and tiled blocks join to n * s.
     whole = jnp.moveaxis(blocks, 0, at)
     if not tiled:
         return whole
@@ -185,7 +187,7 @@ class Cut(NamedTuple):
     n_workers: int
 
     def check(self, leaf: Leaf, name: str, remedy: str) -> None:
-        """Refuses a leaf that is not cut so; ``name`` is the argument of the dimension."""
+        """Refuses a leaf that cannot be cut like this; ``name`` is the dimension's argument."""
         check_axis_of(leaf, name, self.dimension)
         length, n = leaf.shape[self.dimension], self.n_workers
         said = f"leaf {leaf.name} has {length} entries along {name}={self.dimension}"
@@ -229,7 +231,7 @@ def _scatter_bucket(x: Array, seed: Seed, *, axis: Axis, method: Method, topolog
 
 
 def all_gather(
-    x: Tree,
+    x: Tree | Packed,
     axis_name: AxisName,
     *,
     axis: int = 0,
@@ -239,32 +241,39 @@ def all_gather(
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     method: Compression | Method | ByPath | None = None,
-) -> Tree:
-    """Gathers every worker's leaves, quantised: all workers end with the same bits.
+) -> Tree | Any:
+    """Gathers every worker's leaves, quantised; all workers get the same bits.
 
     The semantics and the derivative are those of `jax.lax.all_gather`: cotangents are summed
-    exactly, in their dtype. The result is its result with unbiased noise: every worker encodes its
-    shard once, at ``method.bits`` bits per coordinate with widths from that shard's own statistics.
-    Parameters, unlike gradients, are of even energy: ``DynamiQ(bits=8)`` serves them well.
+    exactly, in their dtype. The result is the exact result plus unbiased noise: every worker
+    encodes its shard once, at ``method.bits`` bits per coordinate, with widths from the statistics
+    of this shard. Unlike gradients, parameters have even energy: ``DynamiQ(bits=8)`` suits them.
+
+    Frozen shards need not be encoded in each step: `dynamiq_jax.optax.pack` encodes them once. For
+    packed shards the result has the same bits as for the shards under the key of `pack`, and no
+    derivative.
 
     Args:
-      x: any pytree of shards, of equal shapes on all workers; which leaves are compressed is as
-        in `psum`, for the gathered leaf.
+      x: any pytree of shards, of equal shapes on all workers; the rules of `psum` say, by the size
+        of the gathered leaf, which leaves are compressed. Or a result of `dynamiq_jax.optax.pack`,
+        which has its own compression and key.
       axis_name: the mapped axis; a tuple counts as one axis.
-      axis: the dimension along which shards are put together.
-      tiled: whether they are concatenated along it, or stacked as a new one.
-      to: what the result is over the axis where JAX tracks it, as `jax.lax.all_gather` has it:
-        "varying", "invarying" (replicated) or "reduced"; elsewhere of no effect.
-      compression: as for `psum`. Of its topologies only `Hierarchical` counts, over several axes.
+      axis: the dimension along which shards are joined.
+      tiled: whether shards are concatenated along this dimension, or stacked along a new one.
+      to: the type of the result over the axis, as for `jax.lax.all_gather`: "varying", "invarying"
+        (replicated) or "reduced". It has no effect if JAX does not track types.
+      compression: as for `psum`. Its topology has an effect only if it is `Hierarchical`, over
+        several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``x``, of gathered leaves in their dtypes, with the same bits on all workers.
+      A tree like ``x`` of gathered leaves in their dtypes, with the same bits on all workers.
 
     Raises:
-      ValueError: a leaf does not have the axis, or an argument is malformed.
+      ValueError: a leaf does not have the axis, an argument is malformed, or packed shards are for
+        another axis, or are passed with a compression or a key.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: ``axis_index_groups`` under `jax.vmap` or with ``to``, positional axes,
         or leaves to be compressed where `jax.shard_map` left axes of the mesh automatic or
@@ -272,6 +281,10 @@ def all_gather(
     """
     workers = check_axis(axis_name, axis_index_groups)
     check_choice("to", to, get_args(Varying))
+    if isinstance(x, Packed):
+        told = {"compression": compression, "key": key, "method": method}
+        _check_packed(x, workers, [name for name, value in told.items() if value is not None])
+        return _gather_packed(x, Cut(axis, tiled, x.n_workers), to)
     return gather_over(
         workers, x, as_compression(compression, method=method), axis, tiled=tiled, to=to, key=key
     )
@@ -287,13 +300,11 @@ def gather_over(
     to: Varying = "varying",
     key: Array | None = None,
 ) -> Tree:
-    """`all_gather` with its arguments as one request."""
+    """`all_gather` with its arguments in one request."""
     if not axis.names:
         return tree
-    if len(axis.names) == 1 or axis.groups is not None:
-        compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     told = {"axis": dimension, "tiled": tiled, "to": to}
-    sizes, leaves, fixed = check_and_describe("all_gather", axis, tree, compression, key, told)
+    grouping, leaves = _grouped_shards("all_gather", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     if to != "varying" and axis.groups is not None:
         raise NotImplementedError(
@@ -302,12 +313,27 @@ def gather_over(
         )
     for leaf in leaves:
         check_axis_of(leaf, "axis", dimension, more=not tiled)
-    n = math.prod(sizes)
+    options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, axis.size)}
+    return treedef.unflatten(axis.program(_gather_leaves)(values, key, **options, to=to))
+
+
+def _grouped_shards(
+    collective: str,
+    axis: Axis,
+    tree: Any,
+    compression: Compression,
+    key: Array | None,
+    told: dict[str, Any],
+) -> tuple[Grouping, list[Leaf]]:
+    """The buckets of the shards, after all checks of the arguments ``told``."""
+    if len(axis.names) == 1 or axis.groups is not None:
+        compression = replace(compression, topology=None)  # only hierarchies gather otherwise
+    sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
     bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)
-    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=n)
+    shards = math.prod(sizes)
+    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=shards)
     check_whole(grouping, axis)
-    options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, n), "to": to}
-    return treedef.unflatten(axis.program(_gather_leaves)(values, key, **options))
+    return grouping, leaves
 
 
 @functools.partial(inlined, static_argnames=("grouping", "axis", "cut", "to"))
@@ -334,17 +360,138 @@ def _gather_leaves(
         else:
             gathered = run(*lax.stop_gradient((x, seed)), axis=axis, method=method, to=to)
             gathered = with_tangent(exact, x, gathered)
-        shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
-        for leaf, own in zip(bucket.leaves, shards, strict=True):
-            values[leaf.index] = back(from_flat(own, leaf))
+        _take_apart(gathered, bucket, values, back)
     return values
+
+
+def _take_apart(gathered: Array, bucket: Bucket, values: list, back: Callable) -> None:
+    """Splits a gathered bucket, [n, s], into its leaves, and stores them in ``values``."""
+    # The row of a worker has its shards one after the other, in the order of the bucket's leaves.
+    shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
+    for leaf, own in zip(bucket.leaves, shards, strict=True):
+        values[leaf.index] = back(from_flat(own, leaf))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method", "to"))
 def _gather_bucket(x: Array, seed: Seed, *, axis: Axis, method: Method, to: Varying) -> Array:
     whole = method.all_gather(x, Call(axis, None, seed), invarying=to != "varying")
+    return _as_reduced(whole, axis, to)
+
+
+def _as_reduced(whole: Array, axis: Axis, to: Varying) -> Array:
     reduced = to == "reduced" and axis.tracked  # the method's result counts as replicated
     return lax.pcast(whole, axis.names, to="reduced") if reduced else whole
+
+
+def pack(
+    shards: Any,
+    axis_name: AxisName,
+    *,
+    compression: Compression | Method | ByPath | None = None,
+    key: Array | None = None,
+) -> Packed:
+    """Encodes frozen shards once, for an `all_gather` of their payloads in each step.
+
+    A frozen base of LoRA under FSDP then takes 1 byte per coordinate, divided by the number of
+    workers, and no step encodes it. Call `pack` inside of the map, before training:
+
+        pack = jax.shard_map(
+            lambda base: dq.optax.pack(base, "data", compression=dq.DynamiQ(bits=8)),
+            mesh=mesh, in_specs=P("data"), out_specs=P("data"),
+        )
+        packed = jax.jit(pack)(base)
+
+    In the step, with ``P("data")`` as the spec of ``packed``, ``dq.all_gather(packed, "data",
+    tiled=True)`` has the same bits as ``dq.all_gather(base, "data", tiled=True, ...)`` with the
+    same compression and key. For the layers of a scan, call it in `jax.lax.map` over stacked
+    shards; `jax.lax.scan` takes the stacked payloads layer by layer.
+
+    Args:
+      shards: any pytree of this worker's shards, of equal shapes on all workers.
+      axis_name: the mapped axis; a tuple counts as one axis.
+      compression: as for `all_gather`; the same leaves are compressed.
+      key: as for `all_gather`: the key of the rounding, the same on all workers. The result keeps
+        it.
+
+    Returns:
+      A pytree node of arrays, each with a leading axis of 1 inside of the map.
+
+    Raises:
+      ValueError: an argument is malformed.
+      NameError: ``axis_name`` is not mapped.
+      NotImplementedError: the method does not support packing, or as for `all_gather`.
+    """
+    axis, request = check_axis(axis_name), as_compression(compression)
+    grouping, _ = _grouped_shards("pack", axis, shards, request, key, {})
+    values, treedef = jax.tree.flatten(shards)
+    words, n, payloads = key_words(key), axis.size, []
+    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
+        x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.halves()
+        # One worker's gather encodes nothing.
+        call = Call(axis, None, seed)
+        payloads.append(x if n == 1 else method.pack(lax.stop_gradient(x), call))
+    exact = tuple(jnp.asarray(values[leaf.index]) for leaf, _ in grouping.exact)
+    kept = axis.to_varying(jax.tree.map(lambda x: x[None], (tuple(payloads), exact, words)))
+    return Packed(*kept, axis=axis, n_workers=n, grouping=grouping, treedef=treedef)
+
+
+def _check_packed(packed: Packed, axis: Axis, told: list[str]) -> None:
+    """Refuses packed shards of other workers, and what they have already."""
+    if axis != packed.axis:
+        raise ValueError(
+            f"axis_name={axis.name!r}, and the shards were packed over {packed.axis.name!r}; "
+            "gather them over the axis that dq.optax.pack got, without groups"
+        )
+    if (n := math.prod(axis_sizes(axis, "all_gather"))) != packed.n_workers:
+        raise ValueError(
+            f"axis {axis.name!r} has {n} workers, and the shards were packed by "
+            f"{packed.n_workers}; pack them anew from the weights"
+        )
+    for leaf in jax.tree.leaves(packed)[:1]:
+        if leaf.shape[0] != 1:
+            raise ValueError(
+                f"an array of the packed shards is {leaf.shape}, and inside of a map this worker's "
+                f"has a leading axis of 1; pass P({axis.name!r}) as its spec in in_specs"
+            )
+    if told:
+        raise ValueError(
+            f"{' and '.join(told)} came with packed shards, which are encoded already; pass this "
+            "to dq.optax.pack, and leave it out here"
+        )
+
+
+def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
+    """The shards of all workers, decoded from their payloads."""
+    axis, values = packed.axis, [None] * packed.treedef.num_leaves
+    own = jax.tree.map(lambda x: x[0], (packed.payloads, packed.exact, packed.words))
+    payloads, exact, words = own
+    words = None if words is None else axis.assume_invarying(words)
+    back = functools.partial(put_together, at=cut.dimension, tiled=cut.tiled)
+    for (leaf, _), x in zip(packed.grouping.exact, exact, strict=True):
+        check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
+        values[leaf.index] = back(axis.all_gather(x, to=to))
+    seeds = bucket_seeds(words, [bucket.tag for bucket in packed.grouping.buckets])
+    for bucket, payload, seed in zip(packed.grouping.buckets, payloads, seeds, strict=True):
+        for leaf in bucket.leaves:
+            check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
+        if cut.n_workers == 1:
+            gathered = axis.all_gather(payload, to=to)
+        else:
+            run, (method, _) = axis.program(_unpack_bucket), bucket.route.halves()
+            sizes = {"size": bucket.size, "dtype": bucket.dtype}
+            gathered = run(payload, seed, axis=axis, method=method, to=to, **sizes)
+        _take_apart(gathered, bucket, values, back)
+    return packed.treedef.unflatten(values)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "method", "to", "size", "dtype"))
+def _unpack_bucket(
+    payload: Any, seed: Seed, *, axis: Axis, method: Method, to: Varying, size: int, dtype: Any
+) -> Array:
+    call = Call(axis, None, seed)
+    whole = method.unpack(payload, size, dtype, call, invarying=to != "varying")
+    return _as_reduced(whole, axis, to)
 
 
 def check_and_describe(
@@ -355,7 +502,7 @@ def check_and_describe(
     key: Array | None,
     told: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
-    """Sizes of the axes, leaves, and which are fixed; compares the first call of all processes."""
+    """The axes' sizes, the leaves, and the fixed ones; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
     told = {"key": key, **told}
     compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
@@ -374,12 +521,12 @@ def group_parts(
     shards: int = 1,
     check: Callable[[Route], object] = Route.halves,
 ) -> Grouping:
-    """Buckets of the leaves that are not fixed; those travel exactly.
+    """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
 
-    On fast links `psum_scatter` starts to pay at larger buckets than `psum`: a limit that was
-    measured there is taken as it was measured for `psum_scatter`, and a limit that the user gave
-    stands. With ``shards`` the limits are for leaves so many times as large. ``check`` refuses
-    methods that cannot serve.
+    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
+    limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is kept.
+    With ``shards`` the limits apply to leaves that are this many times as large. ``check`` refuses
+    unsuitable methods.
     """
 
     def limits_of(route: Route) -> Limits:
@@ -399,7 +546,7 @@ def group_parts(
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
-    """Refuses an axis that a leaf does not have, of which its result has ``more``."""
+    """Refuses an axis that a leaf does not have; its result has ``more`` axes."""
     count = len(leaf.shape) + more
     if not -count <= axis < count:
         raise ValueError(

@@ -24,6 +24,7 @@ from jax import Array, lax
 from dynamiq_jax.collectives.reduction import Reduction, Split
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.tree.padding import Padding
 
 _taken: set[AxisName] = set()
 """The axes over which this process has traced something that takes pending differences."""
@@ -64,13 +65,13 @@ class Pending:
         ``specs`` say how masters are split. Leaves that are not split are current already.
         """
         _taken.add(self.total.axis.name)
-        total, _ = self.total.of_shards(masters, specs)
+        total, _ = self.total.of_shards(masters, specs, copies)
         held, treedef = jax.tree.flatten(masters)
         found = jax.tree.leaves(copies)
         own: list[Array | None] = [None] * len(held)  # `None`: no leaf of the tree below
-        for i, split in enumerate(total.splits):
+        for i, (split, padding) in enumerate(zip(total.splits, total.padding, strict=True)):
             if split:
-                copy = own_slice(found[i], split, total.axis)
+                copy = own_slice(found[i], split, total.axis, padding)
                 own[i] = (held[i] - copy.astype(jnp.float32)).astype(copy.dtype)
         places = [i for i, x in enumerate(own) if x is not None]
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
@@ -82,9 +83,11 @@ class Pending:
         return treedef.unflatten(found)
 
 
-def own_slice(x: Array, split: Split, axis: Axis) -> Array:
-    """This worker's slice of a whole leaf."""
+def own_slice(x: Array, split: Split, axis: Axis, padding: Padding) -> Array:
+    """This worker's slice of a whole leaf, which is padded first."""
+    x = padding.padded(x)
     for dimension, _ in split:
         rows = x.shape[dimension] // axis.size
-        x = lax.dynamic_slice_in_dim(x, axis.index * rows, rows, dimension)
+        start = axis.index.astype(jnp.uint32) * rows  # JAX asks of a signed one if it is negative
+        x = lax.dynamic_slice_in_dim(x, start, rows, dimension)
     return x

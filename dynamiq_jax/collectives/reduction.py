@@ -38,6 +38,7 @@ from dynamiq_jax.request.routes import Route
 from dynamiq_jax.request.ways import PARAMETERS
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
+from dynamiq_jax.tree.padding import Padding, padding_of
 from dynamiq_jax.tree.placement import (
     axes_of,
     bucket_axes,
@@ -92,6 +93,8 @@ class Reduction:
     op: Op
     splits: tuple[Split, ...] = ()
     """How the axes split every leaf; nothing if all are whole."""
+    padding: tuple[Padding, ...] = ()
+    """The zeros that end every leaf while it is split; nothing if none have any."""
     others: tuple[frozenset[str], ...] = ()
     """The axes beside these that split every leaf: parts of leaves that share widths are copies."""
     gathers: Compression | None = None
@@ -113,6 +116,7 @@ class Reduction:
         *,
         over: tuple[str, ...] | None = None,
         opened: Sequence[P] | None = None,
+        padding: Sequence[Padding] = (),
     ) -> "Reduction":
         """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
         axes = self.axis.names
@@ -120,12 +124,15 @@ class Reduction:
         pairs = zip(specs, opened or specs, strict=True)
         others = tuple((axes_of(a) | axes_of(b)) - {*axes} for a, b in pairs)
         opened = None if opened is None else tuple(opened)
-        return dataclasses.replace(self, splits=splits, others=others, opened=opened)
+        padding = tuple(padding) or (Padding(),) * len(splits)
+        told = {"splits": splits, "others": others, "opened": opened, "padding": padding}
+        return dataclasses.replace(self, **told)
 
-    def of_shards(self, params: Any, specs: Any) -> tuple["Reduction", Any]:
+    def of_shards(self, params: Any, specs: Any, copies: Any = None) -> tuple["Reduction", Any]:
         """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
 
-        Leaves whose ``specs`` name the axis are one worker's shards.
+        Leaves whose ``specs`` name the axis are one worker's shards. Shards of leaves of which all
+        workers have ``copies`` may be those of padded ones.
         """
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
@@ -136,12 +143,24 @@ class Reduction:
         within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         leaves, treedef = jax.tree.flatten(params)
         leaves = zip(describe_leaves(params), leaves, told, total.splits, strict=True)
-        shapes = []
-        for leaf, x, spec, split in leaves:
+        shapes, padding = [], []
+        of_copies: list[Any] = [None] * len(told)
+        if copies is not None and jax.tree.structure(copies) == treedef:
+            of_copies = [jnp.shape(x) for x in jax.tree.leaves(copies)]
+        for (leaf, x, spec, split), copy in zip(leaves, of_copies, strict=True):
             part(leaf, spec, within)  # refuses specs that do not fit
             _check_shard(leaf, x, spec, split, axis, around.open)
-            shapes.append(jax.ShapeDtypeStruct(whole_shape(leaf.shape, split, sizes), leaf.dtype))
-        return total.placed(told, opened=opened), treedef.unflatten(shapes)
+            whole, zeros = whole_shape(leaf.shape, split, sizes), Padding()
+            if copy is not None and len(copy) == len(whole):
+                zeros = padding_of(copy, spec, sizes)
+                if whole == zeros.padded_shape(copy):
+                    whole = copy
+                else:  # another leaf's copy
+                    zeros = Padding()
+            padding.append(zeros)
+            shapes.append(jax.ShapeDtypeStruct(whole, leaf.dtype))
+        total = total.placed(told, opened=opened, padding=padding)
+        return total, treedef.unflatten(shapes)
 
     def check_scatter(self, state: State | None, metrics: bool) -> None:
         """Refuses what sums that are scattered cannot have."""
@@ -154,7 +173,7 @@ class Reduction:
 
     def some(self, places: Collection[int]) -> "Reduction":
         """The sum of some leaves, by their numbers."""
-        names = ("splits", "others") if self.opened is None else ("splits", "others", "opened")
+        names = ["splits", "others", "padding", *(["opened"] if self.opened is not None else [])]
         kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
         return dataclasses.replace(self, **kept)
 
@@ -267,8 +286,8 @@ class Reduction:
     def gather(self, shards: Any, key: Array | None) -> Any:
         """Gathers every device's shards; all devices get the same bits of whole leaves.
 
-        Leaves that are not split pass. `BF16` and `F32` are native all-gathers in no more bits than
-        the leaf has.
+        Leaves that are not split pass, and the zeros of padded ones are cut off. `BF16` and `F32`
+        are native all-gathers in no more bits than the leaf has.
         """
         found, treedef = _named(shards)
         words = key_words(key)
@@ -286,23 +305,30 @@ class Reduction:
                     half = dataclasses.replace(own, topology=topology)
                     some = gather_over(axis, some, half, dimension, key=seed, to=self.to)
             found |= some
-        return treedef.unflatten(found.values())
+        pairs = zip(self.padding, found.values(), strict=True)
+        return treedef.unflatten(padding.cut(x) for padding, x in pairs)
 
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
     ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
         """Leaves that travel together, by name: split alike, of one method; and their own request.
 
-        Methods by path see whole leaves; with ``sharded`` the tree holds one device's shards.
+        Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
+        device's shards; else it holds whole leaves, and those that travel are padded.
         """
         described, (named, _) = describe_leaves(tree), _named(tree)
         if sharded:
             sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
-            pairs = zip(described, self.splits, strict=True)
+            triples = zip(described, self.splits, self.padding, strict=True)
             described = [
-                dataclasses.replace(leaf, whole=whole_shape(leaf.shape, split, sizes))
-                for leaf, split in pairs
+                dataclasses.replace(
+                    leaf, whole=padding.shape_of(whole_shape(leaf.shape, split, sizes))
+                )
+                for leaf, split, padding in triples
             ]
+        else:
+            pairs = zip(named.items(), self.padding, strict=True)
+            named = {name: padding.padded(x) for (name, x), padding in pairs}
         methods = compression.methods_of(described)
         kinds = list(zip(methods, self.splits, self.others, strict=True))
         for kind in dict.fromkeys(kinds):

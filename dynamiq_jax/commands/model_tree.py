@@ -19,8 +19,8 @@ from dynamiq_jax.tree.leaves import describe_leaves, holds_numbers
 def save_model_tree(file: str | Path, params: Any) -> None:
     """Writes paths, shapes and dtypes of all leaves, for ``dynamiq-jax advise`` and ``explain``.
 
-    Gradients have the shapes and dtypes of parameters. The file is JSON, in the tree's order:
-    ``{"layers/0/kernel": [[768, 3072], "float32"], ...}``, by the paths that
+    The file describes gradients, which have the shapes and dtypes of parameters. It is JSON in the
+    tree's order, ``{"layers/0/kernel": [[768, 3072], "float32"], ...}``, with the paths that
     ``Compression(exclude=...)`` searches.
 
     ``params`` are arrays or `jax.ShapeDtypeStruct`s.
@@ -35,10 +35,10 @@ def save_model_tree(file: str | Path, params: Any) -> None:
 
 
 def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-    """Reads what `save_model_tree` wrote: leaves by name, in the order of the file.
+    """Reads a file of `save_model_tree`: leaves by name, in the order of the file.
 
     Raises:
-      ValueError: it holds something else.
+      ValueError: the file is not one of `save_model_tree`.
     """
     file = Path(file)
     wanted = "expected {name: [shape, dtype]}, as save_model_tree writes it"
@@ -72,7 +72,7 @@ def model_file(model: str) -> Path | None:
 
 
 def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
-    """The name and leaves of a model: a file, or a number as ``125M``: one leaf in bf16."""
+    """The name and leaves of a model: of a file, or of a number such as ``125M``, one bf16 leaf."""
     if file := model_file(model):
         return file.name, load_model_tree(file)
     count = parse_params(model)
@@ -80,7 +80,7 @@ def read_model(model: str) -> tuple[str, Mapping[str, jax.ShapeDtypeStruct]]:
 
 
 def floating_leaves(tree: Mapping[str, jax.ShapeDtypeStruct]) -> list[jax.ShapeDtypeStruct]:
-    """Floating-point leaves that are not empty, one at least; refuses those too large to draw."""
+    """Floating-point leaves that are not empty, at least one; refuses leaves too large to draw."""
     found = {k: x for k, x in tree.items() if jnp.issubdtype(x.dtype, jnp.floating) and x.size}
     if not found:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Metrics of a step as numbers, for CSV files and other writers."""
+"""The metrics of a step as numbers, for CSV files and other writers."""
 
 from typing import Any
 
@@ -8,9 +8,9 @@ from dynamiq_jax.methods.metrics import Metrics
 
 
 def scalars(metrics: Metrics) -> dict[str, float]:
-    """The metrics by name: the fields, and ``width_0`` to ``width_16`` for the shares of widths.
+    """The metrics by name: the fields, and ``width_0`` to ``width_16`` for the fractions of widths.
 
-    Waits for the step that they are of, as `float` does.
+    Waits for the step that computes them, as `float` does.
     """
     found = metrics._asdict()
     widths = np.asarray(found.pop("widths"))
@@ -19,13 +19,13 @@ def scalars(metrics: Metrics) -> dict[str, float]:
 
 
 def log(writer: Any, metrics: Metrics, step: int) -> None:
-    """Writes the metrics of a step, with the names of `scalars` below ``dynamiq/``.
+    """Writes the metrics of a step, under the names of `scalars` with the prefix ``dynamiq/``.
 
     ``writer`` is a TensorBoard ``SummaryWriter`` (tensorboardX or PyTorch), which has
     ``add_scalar``, or a run of Weights & Biases, which has ``log``. Waits for the step.
 
     Raises:
-      TypeError: it has neither.
+      TypeError: ``writer`` has neither.
     """
     values = {f"dynamiq/{name}": value for name, value in scalars(metrics).items()}
     if hasattr(writer, "add_scalar"):

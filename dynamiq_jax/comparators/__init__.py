@@ -1,14 +1,15 @@
-"""Other papers' methods, to compare with: each is a `Method`, with its codec beside it.
+"""Methods of other papers, for comparison: each is a `Method`, in one file with its codec.
 
-They take the places of `DynamiQ` in every function of this library::
+They replace `DynamiQ` in every function of this library::
 
     grads = dq.psum(grads, "data", compression=dq.comparators.MXFP4())
 
-A NaN or infinity on any worker makes all that it is encoded with NaN on all workers: its block of
-`MXFP8` and its kin, its bucket of `MinMax`, its piece of `GlobalQSGD` and `THC`, its block, row,
-chunk or leaf of methods that sum a part, the n coordinates that `PermK` draws together. Sums of
-what is finite end at the largest bf16 number. `THC`, `PermK` and methods that sum a part run on
-XLA's own collectives and serve ``topology=None`` only.
+A NaN or infinity on any worker becomes NaN on all workers, together with all values that are
+encoded with it: its block (`MXFP8`, `MXFP6`, `MXFP4`), its bucket (`MinMax`), its piece
+(`GlobalQSGD`, `THC`), the n coordinates that are drawn together (`PermK`), or its block, row, chunk
+or leaf (methods that sum only a part of the values). Sums of finite values saturate at the largest
+bf16 number. `THC`, `PermK` and the methods that sum only a part use XLA's own collectives and
+support only ``topology=None``.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ METHODS: Mapping[str, type[Method]] = {
     and not issubclass(found, WrappedMethod)
     if found is not Method
 }
-"""Every comparator by name: those that the lines above import. A new one is one line there; the
-command, the benchmarks, the tests and the reference read this table."""
+"""Every comparator by name, as imported above. To add one, add an import there; the command, the
+benchmarks, the tests and the reference read this table."""
 
 __all__ = [*METHODS, "PacketLoss"]  # pyright: ignore[reportUnsupportedDunderAll]

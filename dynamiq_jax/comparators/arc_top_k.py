@@ -1,10 +1,10 @@
-"""The ARC-Top-K method: the rows of most energy are summed, which a small sketch tells.
+"""The ARC-Top-K method: a small sketch says which rows have the most energy; these are summed.
 
-All workers know the sketch P = the sum of M_i V of their matrices M_i and a V at random of ``rank``
-columns, by a small native sum. A row of P is as long, in the mean, as the same row of the sum of
-all M_i is: its squared length over the true one has the relative deviation sqrt(2 / rank). The
-longest rows are summed by another native sum; no indices travel. In the paper they are those of
-momentum. Rows that cancel between workers are not sent: memories of them grow.
+A small native sum gives all workers the sketch P: the sum of M_i V over their matrices M_i, with a
+random V of ``rank`` columns. On average, a row of P has the same length as the same row of the sum
+of all M_i; its squared length has the relative standard deviation sqrt(2 / rank). Another native
+sum adds up the longest rows; no indices are sent. In the paper the rows are those of momentum. Rows
+that cancel between workers are not sent, so their memories grow.
 """
 
 import math
@@ -24,16 +24,17 @@ from dynamiq_jax.topologies import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ARCTopK(native.MatrixMethod):
-    """Sums the rows of most energy of matrices; vectors and small matrices travel exactly.
+    """Sums the rows of matrices that have the most energy; vectors and small matrices are exact.
 
-    Biased: what is left out is lost without `ErrorFeedback`. The sketch's random matrix is new in
-    every step by the number in the state; without a state it is new where the caller's key is.
+    It is biased: without `ErrorFeedback`, rows that are not sent are lost. The sketch's random
+    matrix depends on the step's number in the state; without a state it changes only with the
+    caller's key.
 
     Attributes:
-      density: the part of rows that is sent, above 0 up to 1.
-      rank: columns of the sketch, which takes ``rank / columns`` numbers for each coordinate.
-        Matrices with less than twice as many rows or columns are summed exactly.
-      wire: the floats that rows are summed in, "bf16" or "f32"; the sketch is in bf16.
+      density: the fraction of rows that is sent, above 0 and at most 1.
+      rank: the number of columns of the sketch, which needs ``rank / columns`` numbers for each
+        coordinate. Matrices with fewer than twice as many rows or columns are summed exactly.
+      wire: the dtype in which rows are summed, "bf16" or "f32"; the sketch is in bf16.
       matrix: see `comparators.native.MatrixMethod`; `psum` sets it for every leaf.
     """
 
@@ -78,5 +79,5 @@ class ARCTopK(native.MatrixMethod):
             return Outcome(result, state and native.StepState(state.step + 1), lost=left)
 
     def _count(self, size: int) -> int:
-        """Rows that are sent."""
+        """The number of rows that are sent."""
         return math.ceil(self.density * self.shape_of(size)[0] - native.ROUNDING)

@@ -1,8 +1,9 @@
-"""The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses what all sum.
+"""The CLT-k method of ScaleCom (Chen et al., NeurIPS 2020): one worker chooses the coordinates.
 
-In every step another worker is the *leader*, in turn. It tells the others where the coordinates of
-largest magnitude are in every chunk of its gradient: a native sum to which these add zeros. All
-workers' values there are summed by a second one. The paper's low-pass filter of memory is not here.
+Workers take turns as the *leader* of a step. The leader sends the positions of the coordinates with
+the largest magnitude in every chunk of its gradient: by a native sum, to which the other workers
+add zeros. A second native sum adds up all workers' values at these positions. The paper's low-pass
+filter of the memory is not implemented.
 """
 
 import math
@@ -20,20 +21,20 @@ from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, clipped, ring_b
 from dynamiq_jax.topologies import Topology
 
 MAX_CHUNK = 256
-"""Coordinates whose places fit 8 bits."""
+"""The number of coordinates whose positions fit 8 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CLTK(native.NativeMethod, TellsLosses):
-    """Sums in bf16 the coordinates that are largest on one worker, another one in every step.
+    """Sums, in bf16, the coordinates that are largest on one worker; workers take turns.
 
-    Biased: what is left out is lost without `ErrorFeedback`. Without state the first worker always
-    leads.
+    It is biased: without `ErrorFeedback`, other coordinates are lost. Without a state the first
+    worker always leads.
 
     Attributes:
-      density: the part of every chunk that is sent, above 0 up to 1; 24 bits per coordinate times
-        this, rounded up to whole coordinates of a chunk.
-      chunk_size: coordinates of a chunk, up to 256.
+      density: the fraction of every chunk that is sent, above 0 and at most 1. It takes 24 bits per
+        coordinate times this, rounded up to whole coordinates of a chunk.
+      chunk_size: the number of coordinates in a chunk, up to 256.
     """
 
     density: float = 1 / 64
@@ -76,11 +77,11 @@ class CLTK(native.NativeMethod, TellsLosses):
 
     @property
     def _count(self) -> int:
-        """Coordinates of a chunk that are sent."""
+        """The number of coordinates of a chunk that are sent."""
         return math.ceil(self.density * self.chunk_size - native.ROUNDING)
 
 
 def _placed(values: Float[Array, "N k"], places: Integer[Array, "N k"], size: int) -> Array:
-    """Chunks of this size that hold the values in their places, and zeros."""
+    """Chunks of this size with the values at their positions, and zeros elsewhere."""
     empty = jnp.zeros((values.shape[0], size), values.dtype)
     return jnp.put_along_axis(empty, places, values, axis=1, inplace=False)

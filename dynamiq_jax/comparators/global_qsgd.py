@@ -1,9 +1,9 @@
-"""The Global-QSGD method: levels of one scale for all workers, which sums do not leave.
+"""The Global-QSGD method: all workers share one scale, so that sums of codes are codes.
 
-Global-QSGD (Xin et al., 2023) divides by the largest magnitude M that any worker has, so that codes
-of different workers mean the same and a sum of codes is a code. Levels are the integers up to
-s = floor((2^(b-1) - 1) / n): sums of n workers fit b bits with a sign, and only what a worker adds
-is rounded.
+Global-QSGD (Xin et al., 2023) divides by the largest magnitude M on any worker, so that codes of
+different workers have the same meaning and a sum of codes is a code. Levels are the integers up to
+s = floor((2^(b-1) - 1) / n): sums of n workers fit b bits with a sign, and only the share that a
+worker adds is rounded.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,19 @@ from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod, chun
 from dynamiq_jax.topologies import Topology
 
 LEAST_SCALE = 2.0**-100
-"""Where a scale counts as zero, so that its inverse is finite."""
+"""The limit below which a scale counts as zero, so that its inverse is finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GlobalQSGD(PlainMethod):
-    """Unbiased all-reduce of codes with a scale that all workers share: b bits per coordinate.
+    """Unbiased all-reduce of b-bit codes with a scale that all workers share.
 
     Attributes:
-      bits: of a code with its sign, 3 to 8. A step is M / floor((2^(bits-1) - 1) / n), coarser
-        with every worker.
-      piece_size: coordinates that share the scale, a multiple of 32. The paper has one scale for
-        all; pieces keep leaves of different magnitude apart, for 32 / ``piece_size`` bits.
+      bits: the bits of a code, its sign included, 3 to 8. A step is M / floor((2^(bits-1) - 1) /
+        n), so steps get coarser with more workers.
+      piece_size: the number of coordinates that share the scale, a multiple of 32. The paper has
+        one scale for all coordinates; pieces separate leaves of different magnitude, and cost 32 /
+        ``piece_size`` bits.
     """
 
     bits: int = 8
@@ -52,7 +53,7 @@ class GlobalQSGD(PlainMethod):
             )
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses more workers than codes have steps for."""
+        """Refuses more workers than the bits of a code allow."""
         if self._most // n_workers < 1:
             bits = n_workers.bit_length() + 1
             raise ValueError(
@@ -69,7 +70,7 @@ class GlobalQSGD(PlainMethod):
         return 32 * -(-size // self.piece_size)
 
     def measure(self, x: Float[Array, " d"], layout: ChunkLayout) -> Array:
-        """The largest magnitude of every piece, f32; infinite where something is not finite."""
+        """The largest magnitude of every piece, f32; infinite if a value is not finite."""
         spare = -x.shape[0] % self.piece_size
         pieces = jnp.pad(jnp.abs(x.astype(jnp.float32)), (0, spare)).reshape(-1, self.piece_size)
         finite = jnp.all(jnp.isfinite(pieces), axis=1)
@@ -82,7 +83,7 @@ class GlobalQSGD(PlainMethod):
     def operations(
         self, x: Float[Array, " d"], shared: tuple[Array, Array], layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Adds up what is in steps."""
+        """An encode and a decode in units of the shared step."""
         seed, scale = shared
         unit = scale / (self._most // call.n_workers)
         unit = jnp.where(unit > LEAST_SCALE, unit, 0.0)

@@ -1,8 +1,8 @@
 """Randomized Hadamard transforms of *pieces*: power-of-two parts of a flat array.
 
-A rotation spreads every coordinate over its whole piece: what comes out is nearly Gaussian whatever
-went in, and a few outliers no longer set the range. It is linear, its own inverse up to signs, and
-keeps norms.
+A rotation spreads every coordinate over its whole piece: the output is nearly Gaussian for any
+input, and a few outliers no longer determine the range. The rotation is linear, is its own inverse
+up to signs, and preserves norms.
 """
 
 import functools
@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt32
 from pallas_kernels.hashing import mix, quad_hash, seed_words
 
 PIECE_SIZE = 1 << 17
-"""Most coordinates that are rotated together, unless another number is asked for."""
+"""The default for the most coordinates that are rotated together."""
 
 _SMALLEST_CUT = 1 << 10  # shorter pieces save little padding and look less Gaussian
 _PADDING = 1 / 16  # of an array's size, tolerated before pieces get shorter
@@ -25,10 +25,10 @@ _SIGN_STREAM = 0x6A09E667  # keeps signs apart from the rounding noise of the sa
 
 
 def piece_shape(size: int, *, piece_size: int = PIECE_SIZE) -> tuple[int, int]:
-    """(pieces, D) of an array of ``size`` coordinates.
+    """The shape (pieces, D) for an array of ``size`` coordinates.
 
     D is the largest power of two, up to ``piece_size``, that adds at most 1/16 of padding; small
-    arrays have more. Raises `ValueError` if ``piece_size`` is not a power of two.
+    arrays need more padding. Raises `ValueError` if ``piece_size`` is not a power of two.
     """
     if piece_size < 1 or piece_size & (piece_size - 1):
         raise ValueError(f"piece_size is {piece_size}; pass a power of two, such as {PIECE_SIZE}")
@@ -39,7 +39,7 @@ def piece_shape(size: int, *, piece_size: int = PIECE_SIZE) -> tuple[int, int]:
 
 
 def cut(x: Float[Array, " d"], *, piece_size: int = PIECE_SIZE) -> Float[Array, "pieces D"]:
-    """A flat array as f32 pieces of `piece_shape`, the last one filled with zeros."""
+    """A flat array as f32 pieces of `piece_shape`; zeros pad the last piece."""
     pieces, length = piece_shape(x.shape[0], piece_size=piece_size)
     x = jnp.pad(x.astype(jnp.float32), (0, pieces * length - x.shape[0]))
     return x.reshape(pieces, length)
@@ -51,7 +51,7 @@ def join(pieces: Float[Array, "pieces D"], size: int) -> Float[Array, " size"]:
 
 
 def _signs(shape: tuple[int, ...], seed) -> Array:
-    """+-1 in f32: bit i mod 32 of the hash of i // 32, for coordinate i of the whole array."""
+    """Signs +-1, f32: bit i mod 32 of the hash of i // 32, for coordinate i of the whole array."""
     a, b = seed_words(seed)
     size = math.prod(shape)
     hashed = quad_hash(
@@ -83,7 +83,7 @@ def _hadamard(x) -> Array:
 
 
 def rotate(x: Float[Array, "*pieces D"], seed: UInt32[Array, " 2"]) -> Float[Array, "*pieces D"]:
-    """The transform H diag(s) x / sqrt(D) of every piece, f32; signs s follow from the seed."""
+    """The transform H diag(s) x / sqrt(D) of every piece, f32; the seed determines the signs s."""
     return _hadamard(x * (_signs(x.shape, seed) / math.sqrt(x.shape[-1])))
 
 

@@ -1,9 +1,9 @@
 """Small integers in ``uint32`` words, and numbers from uniform words.
 
-*Lanes* (`pack_lanes`) are as wide as a sum over all workers needs, so that words can be added
-without decoding; `pack_bits` packs fields of any width without gaps, for payloads that are decoded
-before they are added. In both, field i is in word i mod W of W words, so that the low ends of all
-words are filled first: packing is arithmetic on long vectors, however many lanes a word has.
+*Lanes* (`pack_lanes`) are wide enough for a sum over all workers, so that words can be added
+without decoding. `pack_bits` packs fields of any width without gaps, for payloads that are decoded
+before they are added. In both, field i is in word i mod W of W words, so that the low bits of all
+words are filled first: packing is arithmetic on long vectors, for any number of lanes in a word.
 """
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_kernels.format import plane_shift, planes_of
 
 
 def pack_lanes(values: UInt[Array, "*rows m"], width: int) -> UInt32[Array, "*rows words"]:
-    """Packs integers from 0 on in lanes of ``width`` bits, 32 // width to a word, row by row."""
+    """Packs nonnegative integers in lanes of ``width`` bits, 32 // width to a word, row by row."""
     lanes = 32 // width
     words = -(-values.shape[-1] // lanes)
     spare = [(0, 0)] * (values.ndim - 1) + [(0, lanes * words - values.shape[-1])]
@@ -27,7 +27,7 @@ def pack_lanes(values: UInt[Array, "*rows m"], width: int) -> UInt32[Array, "*ro
 def unpack_lanes(
     words: UInt32[Array, "*rows words"], size: int, width: int
 ) -> UInt32[Array, "*rows m"]:
-    """The ``size`` integers per row of packed lanes, or of a sum of such."""
+    """The ``size`` integers per row of packed lanes, or of a sum of packed lanes."""
     shape = *words.shape[:-1], 32 // width, words.shape[-1]
     shifts = lax.broadcasted_iota(jnp.uint32, shape, words.ndim - 1) * width
     fields = words[..., None, :] >> shifts & jnp.uint32((1 << width) - 1)
@@ -35,14 +35,15 @@ def unpack_lanes(
 
 
 def bit_words(size: int, bits: int) -> int:
-    """Words that `pack_bits` makes of ``size`` fields of 1 to 31 bits: size bits / 32, rounded."""
+    """The number of words of ``size`` fields of 1 to 31 bits: size bits / 32, rounded."""
     return sum(-(-size // (32 // plane)) for plane in planes_of(bits))
 
 
 def pack_bits(fields: UInt[Array, "*rows m"], bits: int) -> UInt32[Array, "*rows words"]:
-    """Packs fields below 2^bits in power-of-two planes, as the formats of `pallas_kernels` do.
+    """Packs fields below 2^bits in power-of-two planes, like the formats of `pallas_kernels`.
 
-    The first, largest plane holds the lowest bits of all fields: 3 bits are planes of 2 and 1.
+    The first plane is the largest and holds the lowest bits of all fields: 3 bits need planes of 2
+    and 1.
     """
     fields = fields.astype(jnp.uint32)
     planes = []

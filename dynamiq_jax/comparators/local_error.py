@@ -1,13 +1,14 @@
-"""LIEC-SGD: what a worker's own encoding loses, it applies to its own model at once.
+"""LIEC-SGD: a worker immediately applies the error of its own encoding to its own model.
 
 LIEC-SGD ("Communication-Efficient Distributed Learning with Local Immediate Error Compensation")
-compresses both ways, over `Direct`. C(g_i) is what worker i sends to the owners of chunks::
+compresses in both directions, over `Direct`. C(g_i) is the payload that worker i sends to the
+owners of chunks::
 
     sum    = C(sum of C(g_i) + e)      e becomes what this encoding lost; the owner alone keeps it
     result = sum / n + g_i - C(g_i)    on every worker its own
 
-So the mean over workers of the results has all of the gradients' mean but for what owners still
-have. `dynamiq_jax.optax.liec` has the optimizer.
+So the mean of the workers' results equals the mean of the gradients, except for the errors e that
+owners still keep. `dynamiq_jax.optax.liec` has the optimizer.
 """
 
 from dataclasses import dataclass, field
@@ -24,18 +25,19 @@ from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Direct, Topology
 
 ROUTE = Direct(streams=1)
-"""Chunks of one owner each, side by side: worker i's is the i-th n-th of a bucket."""
+"""A topology with one consecutive chunk for each owner: worker i owns slice i of n of a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalError(WrappedMethod):
-    """A method whose result on every worker has what that worker's own encoding lost.
+    """A method whose result on a worker includes the error of that worker's own encoding.
 
-    Not for `dynamiq_jax.psum`: results differ between workers. The state is f32[d / n], what the
-    encodings of this worker's own chunk have lost. Coordinates that are not finite leave it alone.
+    Do not use it with `dynamiq_jax.psum`: results differ between workers. The state, f32[d / n], is
+    the accumulated error of the encodings of this worker's own chunk. Coordinates that are not
+    finite do not change it.
 
     Attributes:
-      method: what compresses: one whose chunks are the same coordinates in every step.
+      method: the method that compresses; its chunks must have the same coordinates in every step.
     """
 
     method: Any = field(kw_only=False)
@@ -61,15 +63,15 @@ class LocalError(WrappedMethod):
         self.method.check(n_workers, ROUTE)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends to all-reduce ``size`` coordinates: those of the method."""
+        """Bits that one worker sends to all-reduce ``size`` coordinates, as for the method."""
         return self.method.wire_bits(size, n_workers, ROUTE)
 
     def init(self, size: int, n_workers: int) -> Array:
-        """Nothing lost yet."""
+        """The initial state: no errors."""
         return jnp.zeros(self._layout(size, n_workers).chunk_size, jnp.float32)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `methods.base.Method`; but the value is every worker's own."""
+        """See `methods.base.Method`, except that the value differs between workers."""
         n_workers, state = call.n_workers, call.state
         size, spare = x.shape[0], self._layout(x.shape[0], n_workers).padded_size - x.shape[0]
         mine = jnp.arange(n_workers)[:, None] == call.axis.index

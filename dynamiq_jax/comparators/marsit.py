@@ -1,15 +1,15 @@
-"""The Marsit method (Wu et al., DAC 2022): one bit per coordinate and hop, merged by biased coins.
+"""The Marsit method (Wu et al., DAC 2022): one bit per coordinate and hop; biased coins merge.
 
-Worker i encodes the signs of y_i = x_i + c_i, its gradient and its compensation. A partial result
-that stands for a workers meets the bit of one that stands for b: where the two differ, a coin keeps
-the former with probability a / (a + b). So the finished bit is the sign of a worker drawn
-uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g. Every ``period``-th round
-is in full precision: its result is the mean of the y_i (of the x_i in the paper, which drops the
-c_i), and the c_i become zero.
+Worker i encodes the signs of y_i = x_i + c_i, its gradient plus its compensation. A hop merges the
+bit of a partial result of a workers with the bit of one of b workers: if the two differ, a coin
+keeps the former with probability a / (a + b). So the finished bit is the sign of a worker that is
+drawn uniformly. The mean is estimated as g = s (+-1), and c_i becomes y_i - g. Every ``period``-th
+round has full precision: its result is the mean of the y_i (in the paper, of the x_i, and the c_i
+are dropped), and the c_i become zero.
 
-The length s of a step is a number in the paper. Here it is ``scale`` times the mean magnitude of
-all workers' *gradients* in a block: with that of the y_i, compensations would feed their own
-growth. Signs of zero, which the paper leaves open, are drawn by a coin.
+In the paper the length s of a step is a constant. Here it is ``scale`` times the mean magnitude of
+all workers' *gradients* in a block: with the mean magnitude of the y_i, compensations would amplify
+themselves. The paper does not define the sign of zero; here a coin draws it.
 """
 
 from dataclasses import dataclass
@@ -33,32 +33,35 @@ from dynamiq_jax.topologies.base import gradients_in
 
 LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096
-"""Numbers of rounds are added up over workers in f32, which is exact below 2^24."""
+"""The round's index is summed over workers in f32, which is exact below 2^24."""
 
 
 class MarsitState(NamedTuple):
     """The state from step to step."""
 
     residual: Float[Array, " d"]
-    """The compensation c, f32, on every worker its own."""
+    """The compensation c, f32, different on every worker."""
     step: Int[Array, ""]
-    """Number of the round, int32, the same on all workers; it starts again after a full one."""
+    """The index of the round, int32, the same on all workers; 0 again after a full round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marsit(PlainMethod):
-    """All-reduce of signs: 1 bit per coordinate and hop, and 32 of them every ``period`` rounds.
+    """All-reduce of signs: 1 bit per coordinate and hop, and 32 bits every ``period`` rounds.
 
-    Unbiased for the mean sign, not for the gradient. The results (as sums) of all steps and the
-    compensations of all workers add up to all gradients, and after a full round the results alone
-    do. Where workers' gradients differ for long, the result of a full round may be as large as
-    ``period`` gradients. A block that is not finite leaves its compensation as it was.
+    It is unbiased for the mean sign, but not for the gradient. The results (as sums) of all steps
+    and the compensations of all workers add up to all gradients; after a full round the results
+    alone do. If workers' gradients differ for many rounds, the result of a full round may be as
+    large as ``period`` gradients. A block that is not finite does not change its compensation.
     Compensations take 4 bytes per coordinate on every worker.
 
     Attributes:
-      period: rounds from one of full precision to the next, 2 to 4096; `None`: there are none.
-      scale: the length of a step, in mean magnitudes of the workers' gradients, above 0.
-      block_size: coordinates that share it, a multiple of 32; 64 / ``block_size`` bits of wire.
+      period: rounds from one round of full precision to the next, 2 to 4096; `None`: no such
+        rounds.
+      scale: the length of a step, relative to the mean magnitude of the workers' gradients, above
+        0.
+      block_size: the number of coordinates that share a step, a multiple of 32; it takes 64 /
+        ``block_size`` wire bits.
     """
 
     period: int | None = 100
@@ -84,7 +87,7 @@ class Marsit(PlainMethod):
             raise ValueError(f"block_size={size} must be a positive multiple of 32, as 1024")
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses more workers than can agree on a number."""
+        """Refuses more workers than can agree on the index of a round."""
         if n_workers > MOST_WORKERS:
             raise ValueError(
                 f"Marsit serves up to {MOST_WORKERS} workers, and here are {n_workers}; pass "
@@ -92,16 +95,16 @@ class Marsit(PlainMethod):
             )
 
     def init(self, size: int, n_workers: int) -> MarsitState:
-        """Nothing to make up for."""
+        """The initial state: no compensation."""
         return MarsitState(jnp.zeros(size, jnp.float32), jnp.zeros((), jnp.int32))
 
     @property
     def unit(self) -> int:
-        """Whole blocks."""
+        """Chunks have whole blocks."""
         return self.block_size
 
     def measure(self, x: Float[Array, " d"], layout: ChunkLayout) -> Array:
-        """Every block's mean magnitude over n, f32, not finite where x is not."""
+        """The mean magnitude of every block, divided by n, f32; not finite if x is not."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         filled = jnp.full(blocks.shape[0], self.block_size).at[-1].add(x.shape[0] - blocks.size)
@@ -111,7 +114,7 @@ class Marsit(PlainMethod):
         return jnp.where(finite, jnp.sum(share, axis=1), jnp.inf)
 
     def share(self, message: Array, layout: ChunkLayout, call: Call) -> tuple[Array, ...]:
-        """The seed of the coins, lengths of steps (finite where gradients are), the round."""
+        """The seed of the coins, lengths of steps (finite if gradients are), the round's index."""
         seed = seed_of(call.seed, message)
         step = jnp.round(message[-1] / layout.n_workers).astype(jnp.int32)
         length = jnp.minimum(message[:-1] * self.scale, LARGEST / layout.n_workers)
@@ -121,7 +124,7 @@ class Marsit(PlainMethod):
     def codec(
         self, x: Float[Array, " d"], shared: tuple[Array, ...], layout: ChunkLayout, call: Call
     ) -> ChunkCodec:
-        """Signs times the numbers of workers they stand for are merged; results are means, f32."""
+        """Merges signs, weighted by the number of their workers; results are means, f32."""
         assert call.topology is not None
         seed, lengths, _ = shared
         m, streams = layout.chunk_size, layout.chunks_per_worker
@@ -138,7 +141,7 @@ class Marsit(PlainMethod):
         signs = jnp.where(y > 0, 1.0, jnp.where(y < 0, -1.0, drawn))
 
         def encode(arrived, chunks, encoder, lost, skip=None):
-            """The coin is that of the encoding that arrived; the one to leave out has weight 0."""
+            """Uses the coin of the encoding that arrived; a left-out encoding has weight 0."""
             del encoder, skip
 
             def merge(total, arriving):
@@ -169,7 +172,7 @@ class Marsit(PlainMethod):
         return 32 * bit_words(chunk_size, 1)
 
     def agreed_bits(self, size: int) -> int:
-        """The mean magnitude of every block, and the round."""
+        """Bits for the mean magnitude of every block, and for the index of the round."""
         return 32 * (-(-size // self.block_size) + 1)
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:

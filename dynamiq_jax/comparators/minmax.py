@@ -1,11 +1,12 @@
 """Min-max quantisation: the codes of Flash Communication and QSDP, over any topology.
 
 Flash Communication (Li et al., arXiv 2412.04964) rounds to nearest in groups of 128. QSDP (Markov
-et al., ICML 2023) rounds gradients at random, in buckets of 1024.
+et al., ICML 2023) rounds gradients stochastically in buckets of 1024.
 
 A bucket of G values has an *offset*, its minimum, and a *step*, its range over 2^b - 1, both bf16:
 the offset is rounded down and the step up, so that the levels enclose all values. A payload is one
-array of words: those of offsets and steps, one for each bucket, then codes of b bits in bit planes.
+array of words: first the offsets and steps, one word for each bucket, then the codes of b bits in
+bit planes.
 """
 
 from dataclasses import dataclass
@@ -22,24 +23,26 @@ from dynamiq_jax.methods.plain import PlainMethod
 Rounding = Literal["nearest", "stochastic"]
 
 MOST = 2.0**126
-"""Where values are cut, so that the range of a bucket is finite."""
+"""The limit at which values are clipped, so that the range of a bucket is finite."""
 LEAST_RANGE = 2.0**-117
-"""Where the range of a bucket counts as zero, so that no step is subnormal."""
+"""The limit below which the range of a bucket counts as zero, so that no step is subnormal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MinMax(PlainMethod):
-    """All-reduce of ``bits``-bit codes between the extremes of buckets, which are sent with them.
+    """All-reduce of ``bits``-bit codes between the minimum and the maximum of each bucket.
 
-    Every encoding of a partial sum has extremes of its own; values beyond 2^126 are cut. Zero is
-    not a level in general: a bucket that holds more than zeros moves its zeros. Flash Communication
-    is ``rounding="nearest"`` over `Direct`; QSDP is ``bits=8, bucket_size=1024``.
+    The extremes are sent with the codes. Every encoding of a partial sum computes new extremes;
+    values beyond 2^126 are clipped. In general zero is not a level, so zeros change in a bucket
+    that also has other values. Flash Communication is ``rounding="nearest"`` over `Direct`; QSDP is
+    ``bits=8, bucket_size=1024``.
 
     Attributes:
-      bits: of a code, 1 to 8; on the wire 32 / ``bucket_size`` more.
-      bucket_size: coordinates that share offset and step, a multiple of 4.
-      rounding: "nearest" (biased) or "stochastic" (unbiased, twice the squared error and more):
-        pass a new key in every step for it; without one, the noise is always the same.
+      bits: the bits of a code, 1 to 8; the wire needs 32 / ``bucket_size`` more.
+      bucket_size: the number of coordinates that share offset and step, a multiple of 4.
+      rounding: "nearest" (biased) or "stochastic" (unbiased, with at least twice the squared
+        error). For "stochastic" pass a new key in every step: without one, the noise is always the
+        same.
     """
 
     bits: int = 4
@@ -58,7 +61,7 @@ class MinMax(PlainMethod):
 
     @property
     def unit(self) -> int:
-        """Whole buckets."""
+        """Chunks have whole buckets."""
         return self.bucket_size
 
     def encode(
@@ -94,7 +97,7 @@ class MinMax(PlainMethod):
 
 
 def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
-    """The next number that bf16 has, upwards or downwards."""
+    """The next bf16 number, upwards or downwards."""
     bits = lanes.words_of(x)
     cut = bits & jnp.uint32(0xFFFF0000)
     away = (bits != cut) & ((bits >> 31 == 0) == up)

@@ -1,8 +1,9 @@
 """MXFP8, MXFP6 and MXFP4: OCP Microscaling floats, whose blocks of 32 share a power-of-two scale.
 
-Every encoding of a partial sum has scales of its own, sent with it. The *scale code* s is an E8M0
-byte: the block's scale is 2^(s - 127), and s = 255 (`NAN_SCALE`) marks a block that holds a NaN or
-an infinity. An *element* is a float of 4, 6 or 8 bits (`ELEMENTS`); its *code* is the usual sign,
+Every encoding of a partial sum computes new scales, which are sent with it. The *scale code* s is
+an E8M0
+byte: the block's scale is 2^(s - 127), and s = 255 (`NAN_SCALE`) marks a block with a NaN or an
+infinity. An *element* is a float of 4, 6 or 8 bits (`ELEMENTS`); its *code* is the usual sign,
 exponent and mantissa bit pattern. A value v is sent as the element nearest to v / scale.
 
 A payload is one array of words: scale codes, four to a word, then the codes in bit planes. Rounding
@@ -23,9 +24,9 @@ from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.plain import PlainMethod
 
 BLOCK = 32
-"""Values that share a scale."""
+"""The number of values that share a scale."""
 NAN_SCALE = 255
-"""The scale code of a block that holds a NaN or an infinity."""
+"""The scale code of a block with a NaN or an infinity."""
 
 _SCALE_BIAS = 127
 _MAGNITUDE = 0x7FFFFFFF  # of an f32: 8 exponent bits above 23 mantissa bits
@@ -36,7 +37,7 @@ _INFINITY = 0x7F800000
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """A small float format: bits of exponent and mantissa, bias, the largest finite magnitude."""
+    """A small float format: its exponent and mantissa bits, bias, and largest finite magnitude."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -45,7 +46,7 @@ class Element:
 
     @property
     def bits(self) -> int:
-        """Bits of a code, with the sign."""
+        """The bits of a code, its sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -60,7 +61,7 @@ class Element:
 
     @property
     def max_code(self) -> int:
-        """The code of `max_value`; larger magnitudes are infinity and NaN, where there are any."""
+        """The code of `max_value`; larger codes, if there are any, are infinity and NaN."""
         significand = int(math.ldexp(self.max_value, self.mantissa_bits - self.emax))
         return (self.emax - self.emin << self.mantissa_bits) + significand
 
@@ -82,7 +83,7 @@ def _fields(bits) -> tuple[Array, Array]:
 
 
 def _times_power_of_two(x, power) -> Array:
-    """x * 2^power for finite f32 x and |power| < 256, cut off toward zero if that is subnormal."""
+    """x * 2^power for finite f32 x and |power| < 256, rounded toward zero if it is subnormal."""
     bits = lanes.words_of(x)
     exponent, significand = _fields(bits)
     lead = jax.lax.clz(significand) - 8  # above 0 for subnormal x and zero
@@ -99,10 +100,10 @@ def _times_power_of_two(x, power) -> Array:
 def quantize(
     u: Float[Array, "*shape"], element: Element, noise: UInt32[Array, "*shape"] | None
 ) -> UInt32[Array, "*shape"]:
-    """The codes of values in units of elements, with subnormals; saturates at +-``max_value``.
+    """The element codes of values, including subnormals; saturates at +-``max_value``.
 
-    Without noise values are rounded to nearest, ties to even. Uniform words round at random: up
-    where fraction + noise / 2^32 reaches 1. Words of negative values are complemented.
+    Without noise, values are rounded to nearest, ties to even. Uniform words round stochastically:
+    up if fraction + noise / 2^32 reaches 1. For negative values the complement of the word is used.
     """
     bits = lanes.words_of(u)
     sign = bits >> 31
@@ -135,10 +136,10 @@ def dequantize(codes: UInt32[Array, "*shape"], element: Element) -> Float[Array,
 def encode(
     x: Float[Array, " m"], element: Element, noise: UInt32[Array, " m"] | None = None
 ) -> UInt32[Array, " words"]:
-    """The payload of flat values, m a multiple of 32; ``noise`` as `quantize` has it.
+    """The payload of m flat values, m a multiple of 32; ``noise`` is as for `quantize`.
 
     Scale codes follow the floor rule: floor(log2(max|x|)) - emax + 127, at least 0. So the largest
-    value over its scale is in [2^emax, 2^(emax + 1)): what exceeds ``max_value`` saturates.
+    value divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
     """
     blocks = x.reshape(-1, BLOCK)
     # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
@@ -151,7 +152,7 @@ def encode(
 
 
 def decode(payload: UInt32[Array, " words"], size: int, element: Element) -> Float[Array, " m"]:
-    """The f32 values of a payload, exactly, also subnormal ones; NaN in blocks of `NAN_SCALE`."""
+    """The exact f32 values of a payload, including subnormals; NaN in blocks of `NAN_SCALE`."""
     at = lanes.bit_words(size // BLOCK, 8)
     scales = lanes.unpack_bits(payload[:at], size // BLOCK, 8).astype(jnp.int32)[:, None]
     units = dequantize(lanes.unpack_bits(payload[at:], size, element.bits), element)
@@ -186,10 +187,10 @@ class MXFP8(_MX):
     """All-reduce of 8-bit floats in blocks of 32 with a power-of-two scale: 8.25 bits per value.
 
     Attributes:
-      element: "e4m3" or "e5m2", by bits of exponent and mantissa.
-      rounding: "nearest" (ties to even; biased) or "stochastic" (unbiased but for what saturates,
-        at about twice the squared error). Pass a new key in every step: without one, the noise is
-        always the same.
+      element: "e4m3" or "e5m2", named by the bits of exponent and mantissa.
+      rounding: "nearest" (ties to even; biased) or "stochastic" (unbiased except for values that
+        saturate, with about twice the squared error). Pass a new key in every step: without one,
+        the noise is always the same.
     """
 
     element: Literal["e4m3", "e5m2"] = "e4m3"
@@ -199,7 +200,7 @@ class MXFP8(_MX):
 class MXFP6(_MX):
     """All-reduce of 6-bit floats in blocks of 32 with a power-of-two scale: 6.25 bits per value.
 
-    Attributes are those of `MXFP8`; elements are "e3m2" and "e2m3".
+    It has the attributes of `MXFP8`; elements are "e3m2" and "e2m3".
     """
 
     element: Literal["e3m2", "e2m3"] = "e3m2"
@@ -209,7 +210,7 @@ class MXFP6(_MX):
 class MXFP4(_MX):
     """All-reduce of 4-bit floats in blocks of 32 with a power-of-two scale: 4.25 bits per value.
 
-    Attributes are those of `MXFP8`; the element is "e2m1".
+    It has the attributes of `MXFP8`; the element is "e2m1".
     """
 
     element: Literal["e2m1"] = "e2m1"

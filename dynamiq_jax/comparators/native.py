@@ -1,4 +1,4 @@
-"""The bases of methods that sum by `lax.psum`: of flat arrays, of leaves as matrices."""
+"""Base classes of methods that sum by `lax.psum`: for flat arrays, and for leaves as matrices."""
 
 import math
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Wire = Literal["bf16", "f32"]
-"""Floats that native sums are in."""
+"""The dtypes of native sums."""
 WIRE_BITS = {"bf16": 16, "f32": 32}
 
 ROUNDING = 1e-9
-"""Tolerance for float error in products that should be whole numbers, as 0.07 * 100."""
+"""Tolerance for float error in products that should be whole numbers, such as 0.07 * 100."""
 
 
 class StepState(NamedTuple):
-    """The state of methods that take turns or draw anew."""
+    """The state of methods whose workers take turns, or that draw random numbers."""
 
     step: Int[Array, ""]
-    """Number of the step, int32, the same on all workers."""
+    """The index of the step, int32, the same on all workers."""
 
 
 def native_sum(
@@ -51,28 +51,28 @@ def native_sum(
 
 
 def with_room(x: Float[Array, "*shape"], call: Call) -> Float[Array, "*shape"]:
-    """Values that a sum has room for; the rest waits in memory, if there is one."""
+    """Values clipped so that their sum does not overflow; the rest stays in memory, if any."""
     room = LARGEST / call.n_workers if call.keep_error else LARGEST
     return jnp.clip(x, -room, room)
 
 
 def check_density(density: float) -> None:
-    """Raises ValueError for a part that is nothing, or more than all."""
+    """Raises ValueError for a fraction that is not above 0 and at most 1."""
     if not 0 < density <= 1:
         raise ValueError(f"density={density} must be above 0 and at most 1, such as 0.25")
 
 
 class NativeMethod(Method):
-    """The base of methods that run on XLA's own collectives alone."""
+    """The base class of methods that use only XLA's own collectives."""
 
     __slots__ = ()
 
     native_by_default: ClassVar[bool] = True
     counts_steps: ClassVar[bool] = False
-    """Whether its state is a `StepState`."""
+    """Whether the method's state is a `StepState`."""
 
     def init(self, size: int, n_workers: int) -> State:
-        """The first step, where steps are counted."""
+        """The state of the first step, if the method counts steps."""
         return StepState(jnp.zeros((), jnp.int32)) if self.counts_steps else ()
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
@@ -92,7 +92,7 @@ def summed_rows(
     call: Call,
     wire: Wire = "bf16",
 ) -> tuple[Float[Array, " d"], Float[Array, " d"]]:
-    """The sum of the chosen rows, NaN where not ``finite``, zero in others; and what it lacks."""
+    """The sum: chosen rows, NaN where not ``finite``, zero in other rows; and the lost part."""
     size = x.shape[0]
     sent, total = native_sum(with_room(rows[chosen], call), wire, call.axis)
     total = (clipped(total) / call.divisor).astype(x.dtype)
@@ -103,25 +103,25 @@ def summed_rows(
 
 
 def matrix_of(leaf: Leaf) -> tuple[int, int]:
-    """Rows and columns: all axes but the last, and the last one; a vector is a single row."""
+    """The numbers of rows (all axes but the last) and columns (the last); a vector is a row."""
     columns = leaf.shape[-1] if leaf.shape else 1
     return math.prod(leaf.shape[:-1]), columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MatrixMethod(NativeMethod, TellsLosses):
-    """The base of methods that take leaves as matrices, each alone, by native collectives.
+    """The base class of methods that reduce each leaf separately, as a matrix, natively.
 
-    A leaf's rows are all of its axes but the last, its columns the last one; on a mesh, those of
-    the part that one device holds. Vectors and small matrices are summed exactly.
-    The members of `Method` see the matrix as a flat array, row after row, and know its shape from
-    the field ``matrix``, which `of_bucket` fills in. Where it is `None` an array is a single row.
+    All axes of a leaf but the last are rows, and the last axis is columns; on a mesh, of the part
+    that one device holds. Vectors and small matrices are summed exactly. The members of `Method`
+    see the matrix as a flat array, row after row, and know its shape from the field ``matrix``,
+    which `of_bucket` fills in. If it is `None`, an array is a single row.
     """
 
     rank: int = 4
     wire: Wire = "bf16"
     matrix: tuple[int, int] | None = None
-    """Rows and columns."""
+    """The numbers of rows and columns."""
 
     def __post_init__(self):
         """Checks every field."""
@@ -131,15 +131,15 @@ class MatrixMethod(NativeMethod, TellsLosses):
 
     @property
     def min_side(self) -> int:
-        """Matrices with fewer rows or columns are summed exactly: factors would not save half."""
+        """The least rows and columns: for smaller matrices factors would not save half."""
         return 2 * self.rank
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """The least size of a leaf; every leaf is a bucket by itself."""
+        """The smallest size of a leaf; every leaf is a separate bucket."""
         return Limits(given.get("min_leaf_size", MIN_LEAF_SIZE), 0, 0, 0)
 
     def declines(self, leaf: Leaf) -> str | None:
-        """Vectors and matrices that are too small."""
+        """The reason to sum a vector or a small matrix exactly."""
         if len(leaf.shape) < 2:
             return "not a matrix"
         rows, columns = matrix_of(leaf)
@@ -148,16 +148,16 @@ class MatrixMethod(NativeMethod, TellsLosses):
         return None
 
     def of_bucket(self, bucket: Bucket) -> Self:
-        """The method for one leaf, whose rows and columns it knows."""
+        """The method for one leaf, with the numbers of its rows and columns."""
         (leaf,) = bucket.leaves
         return replace(self, matrix=matrix_of(leaf))
 
     def shape_of(self, size: int) -> tuple[int, int]:
-        """Rows and columns of a flat array of ``size`` coordinates."""
+        """The numbers of rows and columns of a flat array of ``size`` coordinates."""
         rows, columns = self.matrix or (1, size)
         assert rows * columns == size
         return rows, columns
 
     def headroom(self, size: int, n_workers: int) -> float:
-        """A power of two: over it, all workers' rows times unit vectors have finite sums."""
+        """A power of two: all workers' rows divided by it, times unit vectors, have finite sums."""
         return 2.0 ** math.ceil(math.log2(2 * n_workers * math.sqrt(max(self.shape_of(size)))))

@@ -1,9 +1,10 @@
 """The OmniReduce method: only the blocks that matter are summed, in bf16.
 
 OmniReduce (Fei et al., SIGCOMM 2021) skips blocks that are zero; its evaluations keep the top
-blocks of dense gradients. Here K = ceil(density N) of the N blocks are summed by a dense psum:
-those of the largest sum over workers of squared norms, which all workers know from a small psum.
-Blocks of 64 to 128 coordinates within `ErrorFeedback` are chunked top-k (Han et al., HotNets 2024).
+blocks of dense gradients. Here a dense psum adds up K = ceil(density N) of the N blocks: the blocks
+with the largest sum of squared norms over workers, which all workers know from a small psum. With
+blocks of 64 to 128 coordinates, inside `ErrorFeedback`, this is chunked top-k (Han et al., HotNets
+2024).
 """
 
 import math
@@ -24,7 +25,7 @@ from dynamiq_jax.topologies import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockMethod(NativeMethod, TellsLosses):
-    """The base of methods that sum, in bf16, the blocks that all workers choose by their energy."""
+    """The base class of methods that sum, in bf16, blocks that are chosen by their energy."""
 
     density: float
     block_size: int
@@ -38,7 +39,7 @@ class BlockMethod(NativeMethod, TellsLosses):
 
     @abstractmethod
     def count(self, blocks: int) -> int:
-        """How many blocks of so many are sent."""
+        """The number of blocks that are sent, of all blocks."""
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
@@ -48,7 +49,7 @@ class BlockMethod(NativeMethod, TellsLosses):
     def measured(
         self, x: Float[Array, " d"], call: Call
     ) -> tuple[Float[Array, "N b"], Float[Array, " N"]]:
-        """This worker's blocks; sums of all workers' mean squares in bf16, finite as blocks are."""
+        """This worker's blocks; all workers' sums of mean squares in bf16, finite if blocks are."""
         blocks = jnp.pad(x.astype(jnp.float32), (0, -x.shape[0] % self.block_size))
         blocks = blocks.reshape(-1, self.block_size)
         scale, largest = scale_of(blocks), 2.0**126 / call.n_workers
@@ -58,20 +59,21 @@ class BlockMethod(NativeMethod, TellsLosses):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OmniReduce(BlockMethod):
-    """Sums the blocks of most energy in bf16, as many as a fixed density; the others are left out.
+    """Sums, in bf16, a fixed fraction of the blocks: those with the most energy.
 
-    Biased: what is left out is lost without `ErrorFeedback`.
+    It is biased: without `ErrorFeedback`, the other blocks are lost.
 
     Attributes:
-      density: the part of blocks that is sent, above 0 up to 1; 16 bits per coordinate times this.
-      block_size: coordinates of a block.
+      density: the fraction of blocks that is sent, above 0 and at most 1; it takes 16 bits per
+        coordinate times this.
+      block_size: the number of coordinates in a block.
     """
 
     density: float = 0.5
     block_size: int = 256
 
     def count(self, blocks: int) -> int:
-        """A fixed part of them."""
+        """A fixed fraction of the blocks."""
         return math.ceil(self.density * blocks)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:

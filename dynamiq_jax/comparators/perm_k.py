@@ -1,9 +1,10 @@
-"""The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): every coordinate is one worker's.
+"""The PermK method (Szlendak, Tyurin, Richtárik, ICLR 2022): one worker sends each coordinate.
 
-Each worker sends another nth of its coordinates, and n times these stand for the sum: a single
-all-gather, which moves half of what an all-reduce does. Here, of every n consecutive coordinates
-worker i sends number (i + shift) mod n. The error is that of taking one worker for all: none if all
-have the same, and n - 1 times the sum's own square if they have nothing in common.
+Each worker sends a different nth of its coordinates, and n times these values estimate the sum.
+This needs one all-gather, which sends half the bytes of an all-reduce. Here, of every n consecutive
+coordinates worker i sends number (i + shift) mod n. The error is that of using one worker's value
+for all: it is zero if all workers have the same gradient, and n - 1 times |sum|² if their gradients
+are independent.
 """
 
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from dynamiq_jax.topologies import Topology
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PermK(NativeMethod):
-    """Takes each coordinate from a worker drawn at random: unbiased but for bf16; 8 bits each."""
+    """Takes each coordinate from a random worker: unbiased except for bf16; 8 bits each."""
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """Bits that one worker sends to all-reduce ``size`` coordinates; without a key."""

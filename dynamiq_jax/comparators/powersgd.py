@@ -1,16 +1,16 @@
 """The PowerSGD method (Vogels, Karimireddy, Jaggi, NeurIPS 2019): factors of low rank are summed.
 
-One step of subspace iteration for the sum M of all workers' matrices M_i, with a right factor Q
-that starts where the step before ended:
+It does one step of subspace iteration for the sum M of all workers' matrices M_i, with a right
+factor Q that starts at the result of the previous step:
 
-1. P = the sum of M_i Q, made orthonormal by every worker alike;
+1. P = the sum of M_i Q, which every worker makes orthonormal in the same way;
 2. Q = the sum of transposed M_i times P;
 3. M is about P times transposed Q; a worker loses M_i - P (its own part of Q) transposed.
 
-Both sums are native. The published method remembers what it loses: put `ErrorFeedback` around it.
+Both sums are native. The published method keeps its errors: put `ErrorFeedback` around it.
 Gradients that cancel between workers outside of the columns of P are in no sum, so that memories of
-them grow. After the two sums every worker computes by operations that XLA does not tune at run
-time, as it does matrix products: workers of one kind of device get the same bits.
+them grow. After the two sums every worker uses only operations that XLA does not tune at run time
+(it tunes matrix products): workers with the same kind of device get the same bits.
 """
 
 from dataclasses import dataclass
@@ -27,36 +27,37 @@ from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 
 DEPENDENT = 1e-6
-"""A column counts as zero if less than this part of it is left without the columns before it."""
+"""A column counts as zero if less than this fraction is orthogonal to the columns before it."""
 
 
 class PowerSGDState(NamedTuple):
     """The state from step to step."""
 
     factor: Float[Array, "columns r"]
-    """Where the next iteration starts: orthonormal columns, f32, the same on all workers."""
+    """The start of the next iteration: orthonormal columns, f32, the same on all workers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PowerSGD(MatrixMethod):
-    """Sums matrices as products of two thin factors; vectors and small matrices travel exactly.
+    """Sums matrices as products of two thin factors; vectors and small matrices are exact.
 
-    Biased: what is not in the factors is lost without `ErrorFeedback`. A leaf that is not finite
-    leaves the factor as it was. Without state every step starts from a factor at random, which the
-    key decides on.
+    It is biased: without `ErrorFeedback`, the part outside the factors is lost. A leaf that is not
+    finite does not change the factor. Without a state every step starts from a random factor, which
+    depends on the key.
 
     Attributes:
-      rank: columns of both factors; a leaf takes ``rank`` (1 / rows + 1 / columns) numbers for each
-        coordinate. Matrices with less than twice as many rows or columns are summed exactly.
-      wire: the floats that factors are summed in, "bf16" or "f32". Additions of Q in bf16 lose
-        up to 2^-8 of it each. What is rounded off of P is not lost, but it turns the columns: a
-        little where the factor is warm, more where it was drawn at random and P's are nearly
+      rank: the number of columns of both factors; a leaf needs ``rank`` (1 / rows + 1 / columns)
+        numbers for each coordinate. Matrices with fewer than twice as many rows or columns are
+        summed exactly.
+      wire: the dtype in which factors are summed, "bf16" or "f32". Each addition of Q in bf16 loses
+        up to 2^-8 of it. Rounding P loses nothing, but it rotates the columns: a little if the
+        factor is from the previous step, more if it was drawn at random and P's columns are nearly
         parallel.
       matrix: see `comparators.native.MatrixMethod`; `psum` sets it for every leaf.
     """
 
     def init(self, size: int, n_workers: int) -> State:
-        """A factor at random, the same for all leaves of its shape."""
+        """A random factor, the same for all leaves of this shape."""
         return PowerSGDState(self._start(size, jnp.uint32(0)))
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
@@ -87,11 +88,11 @@ class PowerSGD(MatrixMethod):
             return Outcome(result, state, lost=lost)
 
     def _columns(self, size: int) -> int:
-        """Columns of the factors."""
+        """The number of columns of the factors."""
         return min(self.rank, *self.shape_of(size))
 
     def _start(self, size: int, seed: Seed) -> Float[Array, "columns r"]:
-        """A right factor at random, which depends on the seed alone."""
+        """A random right factor, which depends only on the seed."""
         words = seed_of(seed)
         key = jax.random.wrap_key_data(words, impl="threefry2x32")
         shape = self.shape_of(size)[1], self._columns(size)
@@ -99,7 +100,7 @@ class PowerSGD(MatrixMethod):
 
 
 def _product(a: Float[Array, "m k"], b: Float[Array, "k r"]) -> Float[Array, "m r"]:
-    """The matrix product in f32, which GPUs would shorten."""
+    """The matrix product in f32; by default GPUs would use less precision."""
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
@@ -114,17 +115,17 @@ def _outer(a: Float[Array, "m r"], b: Float[Array, "k r"]) -> Float[Array, "m k"
 def orthonormal(
     a: Float[Array, "m r"], instead: Float[Array, "m r"] | None = None
 ) -> Float[Array, "m r"]:
-    """Columns of the same span, of length 1 and at right angles: Gram and Schmidt's, twice.
+    """Orthonormal columns with the same span, by two passes of Gram-Schmidt.
 
-    Where a column of the finite ``a`` depends on those before it, or is zero, that of ``instead``
-    is taken; without these it becomes zero.
+    If a column of the finite ``a`` depends on the columns before it, or is zero, the column of
+    ``instead`` replaces it; without ``instead`` it becomes zero.
     """
     rank = jnp.arange(a.shape[1])[None]
     largest = jnp.max(jnp.abs(a), axis=0, keepdims=True)
     a = a / jnp.where(largest > 0, largest, 1)  # squares neither overflow nor vanish
 
     def separate(number: Array, done: Array, column: Array) -> Array:
-        """A column without the part in the columns before it, of length 1; or zero."""
+        """A column without its part along the columns before it, with length 1; or zero."""
         before = jnp.where(rank < number, done, 0)
         length = jnp.sqrt(jnp.sum(column**2))
         for _ in range(2):

@@ -1,14 +1,16 @@
-"""The SIDCo method (Abdelmoniem et al., MLSys 2021): a threshold from a fitted tail, and no sort.
+"""The SIDCo method (Abdelmoniem et al., MLSys 2021): a threshold from a fitted tail, not a sort.
 
-The threshold follows from the mean alone, in *stages*: of what survived so far, less its minimum,
-an exponential distribution of the same mean is above ``-mean * log(part)`` with probability
-``part``. The first stage keeps a quarter, further ones in equal ratios what leads to the density.
-Every step counts what each number of stages would keep. Every `PERIOD` steps, if the average of the
-number in use is off by more than `TOLERANCE`, the one whose average is nearest takes its place.
+The threshold is computed from means, in *stages*. A stage subtracts the minimum from the values
+that are left; an exponential distribution with the same mean is above ``-mean * log(part)`` with
+probability ``part``. The first stage keeps a quarter, and further stages keep equal ratios that
+lead to the density. Every step counts how many blocks each number of stages would keep. Every
+`PERIOD` steps, if the average for the current number of stages is off by more than `TOLERANCE`, the
+number whose average is nearest replaces it.
 
-Published SIDCo compares every worker's own coordinates. Here the numbers are norms of blocks over
-all workers, and a dense psum sums the same blocks of all. Blocks without room are left out, and
-spare room goes to other blocks, both in an order that moves on from step to step.
+Published SIDCo compares the coordinates of each worker. Here the values are norms of blocks over
+all workers, and a dense psum sums the same blocks of all workers. If there are more blocks than
+room, the last ones are left out; if there is spare room, other blocks fill it. The start of this
+order moves on from step to step.
 """
 
 import math
@@ -25,10 +27,10 @@ from dynamiq_jax.comparators.omnireduce import BlockMethod
 from dynamiq_jax.methods.base import Call, Outcome, State
 
 FIRST_PART = 0.25
-"""The part that the first of several stages keeps, delta_1 of the paper."""
+"""The fraction that the first of several stages keeps, delta_1 of the paper."""
 MAX_STAGES = 4
 FIRST_STAGES = 2
-"""Before anything was counted."""
+"""The number of stages before anything was counted."""
 PERIOD = 5
 TOLERANCE = 0.2
 
@@ -37,27 +39,28 @@ class SIDCoState(NamedTuple):
     """The state from step to step, the same on all workers."""
 
     place: Int[Array, ""]
-    """The block with which the order begins, int32."""
+    """The block at which the order begins, int32."""
     stages: Int[Array, ""]
-    """In use: 1 to `MAX_STAGES`, int32."""
+    """The current number of stages: 1 to `MAX_STAGES`, int32."""
     step: Int[Array, ""]
-    """Steps of the period so far, int32."""
+    """The number of steps in this period so far, int32."""
     counts: Int[Array, " stages"]
-    """Blocks that every number of stages would have kept in these steps, int32."""
+    """The number of blocks that each number of stages would have kept in these steps, int32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SIDCo(BlockMethod):
-    """Sums in bf16 the blocks whose norm is above a threshold, which is fitted and takes no sort.
+    """Sums, in bf16, the blocks whose norm is above a fitted threshold, without a sort.
 
-    Biased: what is left out is lost without `ErrorFeedback`. Without state the number of stages
-    stays `FIRST_STAGES`.
+    It is biased: without `ErrorFeedback`, the other blocks are lost. Without a state the number of
+    stages stays `FIRST_STAGES`.
 
     Attributes:
-      density: the part of blocks that is to be above the threshold, above 0 up to 1.
-      headroom: room for this times the density, 1 or more; what is sent, 16 bits per coordinate
-        times both. Of equal bits, a higher density serves better than more headroom.
-      block_size: coordinates of a block; their norms take 16 bits each.
+      density: the target fraction of blocks above the threshold, above 0 and at most 1.
+      headroom: the room for blocks, relative to the density, at least 1. A worker sends 16 bits per
+        coordinate times density times headroom. At equal bits, a higher density is better than more
+        headroom.
+      block_size: the number of coordinates in a block; each norm takes 16 bits.
     """
 
     density: float = 0.1
@@ -71,13 +74,13 @@ class SIDCo(BlockMethod):
             raise ValueError(f"headroom={self.headroom} must be at least 1, such as 1.25")
 
     def init(self, size: int, n_workers: int) -> State:
-        """Nothing counted yet."""
+        """The initial state: no counts."""
         zero, counts = jnp.zeros((), jnp.int32), jnp.zeros(MAX_STAGES, jnp.int32)
         stages = jnp.full((), FIRST_STAGES, jnp.int32)
         return SIDCoState(zero, stages, zero, counts)
 
     def count(self, blocks: int) -> int:
-        """All that there is room for."""
+        """The number of blocks that there is room for."""
         return min(blocks, math.ceil(self.headroom * self.density * blocks - ROUNDING))
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
@@ -114,7 +117,7 @@ class SIDCo(BlockMethod):
 
 
 def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stages"]:
-    """The thresholds by number of stages, which a part ``density`` of norms from 0 on exceeds."""
+    """The thresholds, by number of stages, that a fraction ``density`` of norms exceeds."""
     top = jnp.maximum(jnp.max(norms), 0)
 
     def fitted(alive: Bool[Array, " N"], part: float) -> Array:
@@ -133,14 +136,14 @@ def thresholds(norms: Float[Array, " N"], density: float) -> Float[Array, " stag
 
 
 def parts(density: float, stages: int) -> list[float]:
-    """The part that every stage keeps of the norms before it; their product is the density."""
+    """The fraction that each stage keeps of the norms before it; their product is the density."""
     if stages == 1 or density >= FIRST_PART:
         return [density ** (1 / stages)] * stages
     return [FIRST_PART] + [(density / FIRST_PART) ** (1 / (stages - 1))] * (stages - 1)
 
 
 def first_of(above: Bool[Array, " N"], place: Int[Array, ""], room: int) -> Int[Array, " room"]:
-    """The numbers of ``room`` blocks: ``above``, then others, each from ``place`` on and around."""
+    """The indices of ``room`` blocks: ``above``, then others; both orders start at ``place``."""
     first = jnp.roll(above, -place)
     before = jnp.cumsum(first, dtype=jnp.int32)
     index = jnp.arange(above.size, dtype=jnp.int32)

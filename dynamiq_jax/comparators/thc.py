@@ -1,14 +1,14 @@
-"""The THC method (Li et al., NSDI 2024): integers that add up on the way, in native collectives.
+"""The THC method (Li et al., NSDI 2024): native collectives sum integers without decoding.
 
-Workers agree by a pmax on one scale M for each piece of D = 2^k coordinates, the largest root mean
-square that one of them has (the paper's M is the norm, sqrt(D) times this). Then z = H diag(s) x /
-(M sqrt(D)), with signs s that all share, is nearly N(0, 1) or narrower (`hadamard`). Clipped to
-+-T, z rounds stochastically to one of the nodes -T + 2 T table[k] / g. The integers table[k] of all
-workers are summed by one native all-reduce, in lanes wide enough for the sum. It is exact, so that
-its order does not matter.
+By a pmax, workers agree on one scale M for each piece of D = 2^k coordinates: the largest root mean
+square on any worker (the paper's M is the norm, sqrt(D) times this). Then z = H diag(s) x / (M
+sqrt(D)), with signs s that all workers share, is nearly N(0, 1) or narrower (`hadamard`). z is
+clipped to +-T and rounded stochastically to one of the nodes -T + 2 T table[k] / g. One native
+all-reduce sums the integers table[k] of all workers, in lanes wide enough for the sum. This sum is
+exact, so its order does not matter.
 
-A *table* is an increasing integer array from 0 to its *granularity* g. The *threshold* T leaves a
-fraction p of N(0, 1) to be clipped, which is the only bias.
+A *table* is an increasing integer array from 0 to its *granularity* g. The *threshold* T clips a
+fraction p of N(0, 1), which is the only bias.
 """
 
 import functools
@@ -42,15 +42,16 @@ STEPS = 1 << 24  # step numbers are hashed as f32, which are exact below this
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class THC(NativeMethod, TellsLosses):
-    """Homomorphic compression: rotated, clipped and rounded to integers that can be summed.
+    """Homomorphic compression: rotates, clips and rounds to integers that can be summed.
 
-    Unbiased but for clipping. Without state the rounding is new only where the caller's key is.
+    It is unbiased except for clipping. Without a state the rounding changes only with the caller's
+    key.
 
     Attributes:
-      bits: of an index, 1 to 8: ``2**bits`` levels.
-      granularity: g, the largest integer of a worker, 2**bits - 1 or more; default: twice that (30
+      bits: the bits of an index, 1 to 8: ``2**bits`` levels.
+      granularity: g, the largest integer of a worker, at least 2**bits - 1; default: twice that (30
         at 4 bits).
-      p: the fraction of coordinates that is clipped if they are normal.
+      p: the fraction of coordinates that is clipped if they are normally distributed.
       piece_size: the most coordinates that are rotated together, a power of two.
     """
 
@@ -76,12 +77,12 @@ class THC(NativeMethod, TellsLosses):
 
     @property
     def g(self) -> int:
-        """The granularity, with its default filled in."""
+        """The granularity, or its default."""
         return 2 * (2**self.bits - 1) if self.granularity is None else self.granularity
 
     @property
     def integers(self) -> Int[np.ndarray, " levels"]:
-        """The integers that an index may stand for."""
+        """The integers that the indices represent."""
         return optimal_table(self.bits, self.g, self.p)
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
@@ -135,7 +136,7 @@ class THC(NativeMethod, TellsLosses):
 def _seed_of_step(
     seed: Seed, scale: Float[Array, " p"], state: State, axis: Axis
 ) -> UInt32[Array, " 2"]:
-    """The seed of the rotation and the rounding, new in every step where steps are counted."""
+    """The seed of the rotation and the rounding; it changes in every step if steps are counted."""
     if not state:
         return seed_of(seed, scale)
     step = axis.assume_invarying(state.step).astype(jnp.float32)[None]
@@ -152,7 +153,7 @@ def clip_threshold(p: float) -> float:
 
 
 def _interval_error(a, b) -> np.ndarray:
-    """The integral of (b - z)(z - a) phi(z) over a < z < b: what N(0, 1) loses between nodes."""
+    """The integral of (b - z)(z - a) phi(z) over a < z < b: the error of N(0, 1) between nodes."""
 
     def tail(x):  # 1 - Phi(x), exact in relative terms where Phi(x) is nearly 1
         return np.vectorize(math.erfc, otypes=[float])(x / math.sqrt(2)) / 2
@@ -165,9 +166,9 @@ def _interval_error(a, b) -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def optimal_table(bits: int, granularity: int, p: float) -> Int[np.ndarray, " levels"]:
-    """The symmetric table of ``2**bits`` nodes with the least squared error on N(0, 1), read-only.
+    """The read-only symmetric table of ``2**bits`` nodes with the least squared error on N(0, 1).
 
-    A dynamic programme over the nodes above zero, their mirror images below: exact, in f64.
+    It is exact: a dynamic programme in f64 over the nodes above zero; those below mirror them.
     """
     upper = np.arange(granularity // 2 + 1, granularity + 1)
     nodes = clip_threshold(p) * (2 * upper / granularity - 1)
@@ -191,12 +192,12 @@ def optimal_table(bits: int, granularity: int, p: float) -> Int[np.ndarray, " le
 
 
 def _to_middle(x) -> Array:
-    """The power of two that brings ``x`` where its square and its inverse are normal f32."""
+    """The power of two that scales ``x`` so that its square and its inverse are normal f32."""
     return jnp.where(x > 2.0**40, 2.0**-80, jnp.where(x < 2.0**-40, 2.0**80, 1.0))
 
 
 def scale_of(x: Float[Array, "*pieces D"]) -> Float[Array, "*pieces"]:
-    """The root mean square of every piece, f32: finite where all of its coordinates are."""
+    """The root mean square of every piece, f32: finite if all of its coordinates are."""
     x = x.astype(jnp.float32)
     finite = jnp.all(jnp.isfinite(x), axis=-1)
     factor = _to_middle(jnp.max(jnp.abs(x), axis=-1))
@@ -207,7 +208,7 @@ def scale_of(x: Float[Array, "*pieces D"]) -> Float[Array, "*pieces"]:
 def standardize(
     x: Float[Array, "*pieces D"], scale: Float[Array, "*pieces"]
 ) -> Float[Array, "*pieces D"]:
-    """x / scale; a scale of 0 (all is 0, then) counts as 1."""
+    """x / scale; a scale of 0 counts as 1 (then all values are 0)."""
     scale = jnp.where(scale == 0, 1.0, scale)
     factor = _to_middle(scale)
     return x * factor[..., None] / (scale * factor)[..., None]
@@ -219,7 +220,7 @@ def quantize(
     threshold: float,
     noise: UInt32[Array, "*shape"],
 ) -> UInt32[Array, "*shape"]:
-    """The indices of nodes next to z, clipped to +-T; a small word of the noise rounds up."""
+    """The indices of nodes next to z, clipped to +-T; a small noise word rounds up."""
     granularity = int(table[-1])
     position = jnp.clip(z * (granularity / (2 * threshold)) + granularity / 2, 0, granularity)
     cell = jnp.clip(position.astype(jnp.int32), 0, granularity - 1)

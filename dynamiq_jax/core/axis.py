@@ -20,7 +20,7 @@ from dynamiq_jax.core.compat import (
 )
 
 AxisName = str | tuple[str, ...]
-"""One mapped axis, or several that count as one: workers are numbered in row-major order."""
+"""One mapped axis, or several that count as one; worker indices are in row-major order."""
 
 Varying = Literal["varying", "invarying", "reduced"]
 """JAX's type of a gathered array over the axis; `jax.lax.all_gather` takes it as ``to``."""
@@ -35,13 +35,13 @@ def axis_names(axis_name: AxisName) -> tuple[str, ...]:
 class Axis:
     """The workers that reduce together: all of the named axes, or one group of them.
 
-    Worker numbers are row-major over several axes; within a group they follow the group's list.
+    Worker indices are row-major over several axes; in a group they follow the group's list.
 
     Attributes:
       names: the mapped axes, the outermost first.
       groups: ``axis_index_groups`` of `jax.lax`: groups of equal size, which cover all workers.
-      levels: whether `all_gather` goes over the outer axes first, then over the inner one. Then
-        each outer link carries an array of one inner worker.
+      levels: whether `all_gather` gathers over the outer axes first, then over the inner axis. Then
+        each outer link carries the array of one inner worker.
     """
 
     names: tuple[str, ...]
@@ -50,19 +50,19 @@ class Axis:
 
     @property
     def name(self) -> AxisName:
-        """The names as `jax.lax` takes them: a str for one axis, else a tuple."""
+        """The names in `jax.lax`'s form: a str for one axis, else a tuple."""
         return self.names[0] if len(self.names) == 1 else self.names
 
     @property
     def size(self) -> int:
-        """Workers that reduce together."""
+        """The number of workers that reduce together."""
         if self.groups is not None:
             return len(self.groups[0])
         return math.prod(map(lax.axis_size, self.names))
 
     @property
     def index(self) -> Array:
-        """This worker's number, int32."""
+        """This worker's index, int32."""
         if self.groups is None:
             return lax.axis_index(self.name)
         place = np.empty(sum(map(len, self.groups)), np.int32)
@@ -110,7 +110,7 @@ class Axis:
         return len(self.names) > 1 and self.vmapped
 
     def program(self, compiled: Any) -> Any:
-        """A function of `jax.jit`, or what it wraps, untraced, for several axes of `jax.vmap`."""
+        """A function of `jax.jit`; for several axes of `jax.vmap`, the function that it wraps."""
         return compiled.__wrapped__ if self.several_vmapped else compiled
 
     def varies(self, x: Any) -> bool:
@@ -131,13 +131,13 @@ class Axis:
         return jax.tree.map(cast, tree) if self.tracked else tree
 
     def assume_invarying(self, x: Array) -> Array:
-        """``x``, which has the same bits on all workers; JAX counts it as replicated from here."""
+        """``x``, which has the same bits on all workers; from here JAX types it as replicated."""
         return x if self.groups is not None else assume_invarying(x, self.names)
 
     # --- Collectives ------------------------------------------------------------------------------
 
     def psum(self, tree: Any) -> Any:
-        """`lax.psum`; of groups also where JAX tracks varying axes, and the sums still vary."""
+        """`lax.psum`, with groups also if JAX tracks varying axes; such sums still vary."""
         if self.groups is None or not self.tracked:
             return lax.psum(tree, **self._grouped)
 
@@ -155,7 +155,7 @@ class Axis:
         return lax.pmean(tree, **self._grouped)
 
     def pmax(self, tree: Any) -> Any:
-        """`lax.pmax`; of groups the result still varies where JAX tracks that."""
+        """`lax.pmax`; with groups the result still varies if JAX tracks that."""
         if self.groups is None:
             return lax.pmax(tree, self.name)
         return jax.tree.map(lambda x: jnp.max(self.all_gather(x), axis=0), tree)
@@ -167,7 +167,7 @@ class Axis:
         return lax.psum(x, self.name)[lax.axis_index(self.name)]
 
     def all_gather(self, x: Array, to: Varying = "varying") -> Array:
-        """`lax.all_gather` to a new leading axis; ``to`` counts where JAX tracks it."""
+        """`lax.all_gather` to a new leading axis; ``to`` has an effect if JAX tracks types."""
         if self.groups is not None:
             return lax.all_gather(x, **self._grouped)
         if self.levels:
@@ -181,7 +181,7 @@ class Axis:
         return lax.all_gather(x, self.name)
 
     def all_to_all(self, tree: Any) -> Any:
-        """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` came from worker i."""
+        """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` is from worker i."""
         return lax.all_to_all(tree, **self._grouped, split_axis=0, concat_axis=0, tiled=True)
 
     def push(self, tree: Any, *, to_all: bool) -> Any:
@@ -205,7 +205,7 @@ class Axis:
 
     @property
     def pushed(self) -> dict[str, int]:
-        """The axes and their sizes, as push kernels take them."""
+        """The axes and their sizes, in the form that push kernels need."""
         if self.groups is not None:
             raise NotImplementedError(
                 f'transport="push" has no axis_index_groups, and got {self.groups}; '

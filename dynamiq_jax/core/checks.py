@@ -64,7 +64,7 @@ def check_axis(
 
 
 def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]:
-    """Workers on every axis, which are mapped where ``collective`` runs; groups count as one."""
+    """The workers on every axis, which must be mapped for ``collective``; groups count as one."""
     if axis.groups is not None:
         return (axis.size,)
     try:
@@ -77,7 +77,7 @@ def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]
 
 
 def sizes_on(mesh: Mesh | AbstractMesh, axis: Axis) -> tuple[int, ...]:
-    """Workers on every axis of a mesh; refuses one without these axes."""
+    """The workers on every axis of a mesh; refuses a mesh without these axes."""
     missing = [name for name in axis.names if name not in mesh.shape]
     if missing:
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
@@ -85,7 +85,7 @@ def sizes_on(mesh: Mesh | AbstractMesh, axis: Axis) -> tuple[int, ...]:
 
 
 def check_groups(axis: Axis, *, all_reduce: bool) -> None:
-    """Refuses groups of workers where `jax.lax` knows none."""
+    """Refuses groups of workers where `jax.lax` does not support them."""
     if axis.groups is None:
         return
     given = f"axis_index_groups={axis.groups}"

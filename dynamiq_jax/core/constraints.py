@@ -1,9 +1,10 @@
 """Sharding constraints of a loss that runs under a map over the data axes.
 
-A loss that is written for `jax.jit` says how its arrays are sharded, over data axes, too. Under a
-map over these axes JAX refuses that. Such a loss is traced outside of the map (`record`), where
-the axes are automatic and its constraints become equations. The equations then run inside of the
-map (`Recorded.run`), and constraints forget its axes there. Nothing of JAX is replaced.
+A loss that is written for `jax.jit` may constrain how its arrays are sharded, also over data axes.
+Under a map over these axes JAX refuses such constraints. So this loss is traced outside of the map
+(`record`), where the axes are automatic and its constraints become equations. The equations then
+run inside of the map (`Recorded.run`), with its axes removed from the constraints. No part of JAX
+is replaced.
 """
 
 import contextlib
@@ -52,15 +53,15 @@ def gathered_over(names: Collection[str]) -> Iterator[None]:
 def with_sharding_constraint(x: Any, shardings: Any) -> Any:
     """`jax.lax.with_sharding_constraint` for a loss that `value_and_grad` may map over workers.
 
-    Axes of the map around are left out of each spec, and the others stay. A spec of which nothing
-    is left then constrains nothing. In a loss on Explicit axes, where constraints are assertions,
-    one that names a data axis asserts nothing: the loss takes gathered parameters. Elsewhere the
-    function does what JAX's does.
+    It removes the axes of the surrounding map from each spec, and keeps the others. A spec without
+    axes has no effect. In a loss on Explicit axes, where constraints are assertions, a spec that
+    names a data axis has no effect: the loss takes gathered parameters. Elsewhere the function does
+    the same as JAX's.
 
     Args:
       x: a pytree of arrays, of any shapes and dtypes.
-      shardings: a `PartitionSpec` or `NamedSharding` for all leaves, or a tree of these of which
-        ``x``'s is an extension. `None` leaves its part of ``x`` alone.
+      shardings: a `PartitionSpec` or `NamedSharding` for all leaves, or a tree of these that is a
+        prefix of ``x``. `None` does not constrain its part of ``x``.
 
     Returns:
       ``x``, constrained.

@@ -1,4 +1,4 @@
-"""What JAX's devices tell of the links between them."""
+"""Facts about the links between JAX's devices."""
 
 import jax
 

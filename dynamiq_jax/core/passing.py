@@ -71,5 +71,5 @@ def _operands(equation: JaxprEqn) -> list[int | None]:
 
 
 def _n_rows(whole: Sequence[Any], rows: Sequence[Any]) -> int:
-    """Of how many arrays a scan's body has one row."""
+    """The number of arrays of which a scan's body takes one row."""
     return sum(x.aval.ndim > y.aval.ndim for x, y in zip(whole, rows, strict=True))

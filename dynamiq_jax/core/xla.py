@@ -1,18 +1,18 @@
-"""XLA's options under which reductions overlap, and payloads travel by copy engines.
+"""XLA options that let reductions overlap, and copy engines send payloads.
 
-`jit` takes them from what JAX knows of the links between its devices, at the first call of a
-program. `compiler_options` is the rule:
+`jit` chooses them from what JAX knows about the links between its devices, at the first call of a
+program. `compiler_options` has the rule:
 
-* one process: transfers start early, and permutes are copies by engines, if there are such;
-* processes on several hosts: transfers start early, up to four at a time, so that the network has
-  the next payload before the last one has arrived;
-* processes that share one NVLink domain: XLA's own order.
+* one process: transfers start early, and copy engines execute permutes, if there are any;
+* processes on several hosts: transfers start early, up to four at a time, so that the next payload
+  is ready before the previous one has arrived;
+* processes that share one NVLink domain: XLA's default order.
 
-`jit` also chooses the sockets that NCCL opens between hosts (`_SOCKETS`).
+`jit` also chooses how many sockets NCCL opens between hosts (`_SOCKETS`).
 
-By default a collective is a kernel of NCCL, which takes multiprocessors and memory bandwidth from
-the kernels beside it. With these options a `ppermute` between GPUs of one process is a copy by an
-engine that does nothing else: faster than NCCL's on NVLink, and at no cost to kernels.
+By default a collective is an NCCL kernel, which takes multiprocessors and memory bandwidth from the
+kernels that run at the same time. With these options a dedicated copy engine executes a `ppermute`
+between GPUs of one process: this is faster than NCCL on NVLink, and does not slow kernels.
 """
 
 import contextlib
@@ -31,75 +31,76 @@ from dynamiq_jax.core.links import in_one_domain
 _FLAG = "xla_gpu_collective_permute_mode"
 _COPIES: dict[str, Any] = {_FLAG: "COLLECTIVES_PEER_MEMORY"}
 _APART: dict[str, Any] = {"xla_gpu_all_reduce_combine_threshold_bytes": 2**15}
-"""XLA combines all-reduces of up to so many bytes. By default it would make one of the light ones
-of all buckets, which then wait for the last gradient."""
+"""XLA combines all-reduces of up to this number of bytes. By default it would combine the light
+all-reduces of all buckets, which would then wait for the last gradient."""
 _START = "xla_gpu_experimental_collective_start_as_early_as_possible"
 _AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 _EARLY: dict[str, Any] = {
-    # XLA starts a transfer as late as its model of NVLink allows: on a slower link too late.
+    # XLA starts a transfer as late as its model of NVLink allows: too late for a slower link.
     _START: True,
-    # A statistics' all-reduce, an all-to-all and an all-gather of three buckets, and one more.
+    # An all-reduce of statistics, an all-to-all and an all-gather of three buckets, and one more.
     _AT_ONCE: 8,
 }
-"""In one process."""
+"""The options for one process."""
 _BETWEEN_HOSTS: dict[str, Any] = {_START: True, _AT_ONCE: 4}
-"""Between two hosts of one H200 at 25 Gb/s a step of 1.1 B parameters by `value_and_grad` takes
-264 ms in the place of 272, by `dq.optax.sharded` after the backward pass 208 in the place of 218,
-and in the pipeline 203 either way. At 10 Gb/s the pipeline takes 492 ms in the place of 484
-(docs/multihost.md)."""
+"""The options between hosts. With two hosts of one H200 at 25 Gb/s, a step of 1.1 B parameters with
+`value_and_grad` takes 264 ms instead of 272, with `dq.optax.sharded` after the backward pass 208
+instead of 218, and in the pipeline 203 in both cases. At 10 Gb/s the pipeline takes 492 ms instead
+of 484 (docs/multihost.md)."""
 _OWN_CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
-"""NCCL's variable. XLA splits communicators of all GPUs into those of a host. By default these keep
-the number of channels that suits the network, 2 in the place of 24 over NVLink. Between two hosts
-of two H200 a reduce-scatter of 121 MB inside of a host then takes 2.1 ms in the place of 0.3."""
+"""An environment variable of NCCL. XLA splits communicators of all GPUs into communicators within
+hosts. By default these keep the number of channels that suits the network, 2 instead of 24 over
+NVLink. With two hosts of two H200, a reduce-scatter of 121 MB within a host then takes 2.1 ms
+instead of 0.3."""
 _SOCKETS = {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"}
-"""NCCL's variables for links without InfiniBand. By default one socket joins two GPUs. Between two
-hosts of one H200 at 25 Gb/s sharded updates then take 247 ms in the place of 181, and bf16 psum 865
-in the place of 753 (docs/multihost.md)."""
+"""Environment variables of NCCL for links without InfiniBand. By default NCCL opens one socket
+between two GPUs. With two hosts of one H200 at 25 Gb/s, sharded updates then take 247 ms instead of
+181, and bf16 psum 865 instead of 753 (docs/multihost.md)."""
 _CLOUD_NICS = ("0x1d0f", "0x1ae0")
-"""PCI vendors (Amazon, Google) for whose network cards NCCL chooses several sockets by itself."""
+"""PCI vendors (Amazon, Google) for whose network cards NCCL opens several sockets by default."""
 _VENDORS = "/sys/class/net/*/device/vendor"
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
-"""Whether the program that is traced will be compiled so that permutes are copies by engines."""
+"""Whether the program that is traced will be compiled to execute permutes by copy engines."""
 
 
 def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
-    """`jax.jit` with the compiler options under which reductions overlap.
+    """`jax.jit` with compiler options that let reductions overlap.
 
         @functools.partial(dq.jit, donate_argnums=0)
         def step(state, batch): ...
 
-    Use it for the outermost `jax.jit` of a program that reduces. On GPUs the options keep the light
-    all-reduces of different buckets apart, so that a bucket need not wait for all gradients. In one
-    process and between hosts transfers start as early as they may, several at a time. If the
-    GPUs of this process may read each other's memory, copy engines move the payloads: a topology
-    without ``transport`` sends by permutes where it is traced inside of this function
-    (`dynamiq_jax.topologies.choice`).
+    Use it for the outermost `jax.jit` of a program with reductions. On GPUs the options prevent XLA
+    from combining the light all-reduces of different buckets, so that a bucket need not wait for
+    all gradients. In one process and between hosts, transfers start as early as possible, several
+    at a time. If the GPUs of this process can read each other's memory, copy engines send the
+    payloads: a topology without ``transport`` sends by permutes if it is traced inside of this
+    function (`dynamiq_jax.topologies.choice`).
 
-    The options follow from JAX's devices at the first call (or ``lower``, ``trace``, ...), since
-    asking for devices starts JAX's backend: a step may be decorated ahead of
-    `jax.distributed.initialize`. `explain` says what was chosen.
+    The options are chosen from JAX's devices at the first call (or ``lower``, ``trace``, ...),
+    since asking for devices starts JAX's backend. So you can decorate a step before you call
+    `jax.distributed.initialize`. `explain` says which options were chosen.
 
-    `jit` sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and
-    ``NCCL_NSOCKS_PERTHREAD=4`` at once, unless one of them is set, or a network card is of a cloud
-    that NCCL knows. NCCL reads them at this process's first collective, and where hosts have no
+    `jit` immediately sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and
+    ``NCCL_NSOCKS_PERTHREAD=4``, unless one of them is set, or a network card belongs to a cloud
+    that NCCL knows. NCCL reads them at this process's first collective, if hosts have no
     InfiniBand.
 
-    In the place of other jits, such as ``nnx.jit``, pass them `compiler_options` of this module,
-    and ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
+    If you need another jit, such as ``nnx.jit``, pass `compiler_options` of this module to it, and
+    ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
     `XLA_FLAGS` has the same effect.
 
     Args:
-      function: what `jax.jit` takes: a function of pytrees of arrays.
+      function: a function of pytrees of arrays, as for `jax.jit`.
       options: keyword arguments of `jax.jit`, such as ``donate_argnums``. Entries of
-        ``compiler_options`` (a dict) are added to ours, and win over them.
+        ``compiler_options`` (a dict) are added to our options, and override them.
 
     Returns:
-      The compiled function, with the attributes of what `jax.jit` returns (``lower``, ``trace``,
-      ``clear_cache``, ...). At its first call it asks JAX for devices.
+      The compiled function, with the attributes of a function that `jax.jit` returns (``lower``,
+      ``trace``, ``clear_cache``, ...). At its first call it asks JAX for devices.
 
     Raises:
-      TypeError: `jax.jit` does not know an option, or ``function`` cannot be called.
-      ValueError: an option does not fit ``function``, such as a ``static_argnums`` that it has not.
+      TypeError: `jax.jit` does not know an option, or ``function`` is not callable.
+      ValueError: an option does not fit ``function``, such as a nonexistent ``static_argnums``.
     """
     given = options.pop("compiler_options", None) or {}
     jax.jit(function, **options)  # refuses wrong options here, not at the first call
@@ -107,7 +108,7 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
 
 
 class Jitted:
-    """What `jit` returns: the function that `jax.jit` makes, once devices are known."""
+    """The result of `jit`: the function that `jax.jit` returns, made once devices are known."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], given: Any):
         functools.update_wrapper(self, function)
@@ -131,7 +132,7 @@ class Jitted:
         return self._jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """The method of an instance, as of any function in a class."""
+        """The method of an instance, as for any function in a class."""
         return self if instance is None else functools.partial(self, instance)
 
     def __getattr__(self, name: str) -> Any:
@@ -143,7 +144,7 @@ class Jitted:
 
 @contextlib.contextmanager
 def compiled_by(options: Mapping[str, Any]) -> Iterator[None]:
-    """Tells code that is traced or explained within by which options it will be compiled."""
+    """Tells code that is traced or explained in this context which options will compile it."""
     before = _permutes_copy.set(_FLAG in options)
     try:
         yield
@@ -152,11 +153,11 @@ def compiled_by(options: Mapping[str, Any]) -> Iterator[None]:
 
 
 def compiler_options() -> dict[str, Any]:
-    """Names and values of compiler options, without those that this JAX does not know.
+    """Names and values of compiler options, except those that this JAX does not know.
 
-    They are empty on one device, and on other devices than GPUs. In several processes and with
-    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts it sets `_OWN_CHANNELS` and
-    `_SOCKETS` for this process, unless the user has set them.
+    The result is empty on one device, and on devices other than GPUs. With several processes or
+    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts the function sets
+    `_OWN_CHANNELS` and `_SOCKETS` for this process, unless the user has set them.
     """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
@@ -170,7 +171,7 @@ def compiler_options() -> dict[str, Any]:
 
 
 def _choose_sockets() -> None:
-    """Sets `_SOCKETS` unless the user, or NCCL by its own list of network cards, has chosen."""
+    """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
     chosen = any(name in os.environ for name in _SOCKETS)
     vendors = {Path(name).read_text().strip() for name in glob.glob(_VENDORS)}
     if not chosen and vendors.isdisjoint(_CLOUD_NICS):
@@ -178,7 +179,7 @@ def _choose_sockets() -> None:
 
 
 def between_hosts() -> str | None:
-    """What `explain` says of transfers between hosts; `None` inside of one."""
+    """The note of `explain` on transfers between hosts; `None` within one host."""
     if jax.default_backend() != "gpu" or not _between_hosts():
         return None
     sockets = ", ".join(f"{name}={os.environ.get(name, 'by NCCL')}" for name in _SOCKETS)
@@ -191,12 +192,12 @@ def _between_hosts() -> bool:
 
 
 def known(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of XLA's ``options`` that this JAX knows."""
+    """The entries of XLA's ``options`` that this JAX knows."""
     return {name: value for name, value in options.items() if _is_known(name, value)}
 
 
 def copy_engines() -> str | None:
-    """Why permutes are copies by engines, as far as can be known; `None` if they are not."""
+    """The reason why copy engines execute permutes, if this is known; else `None`."""
     if not _peers():
         return None
     if f"{_FLAG}=peer" in os.environ.get("XLA_FLAGS", "").lower():
@@ -205,7 +206,7 @@ def copy_engines() -> str | None:
 
 
 def _peers() -> bool:
-    """Whether there are GPUs that may read each other's memory."""
+    """Whether there are GPUs that can read each other's memory."""
     if jax.default_backend() != "gpu" or os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
         return False
     return jax.process_count() == 1 and jax.device_count() > 1
@@ -213,7 +214,7 @@ def _peers() -> bool:
 
 @functools.cache
 def _is_known(name: str, value: Any) -> bool:
-    """Whether this JAX compiles with the option: there is no list of them to look at."""
+    """Whether this JAX compiles with the option; JAX has no list of options."""
     try:
         jax.jit(lambda x: x + 1, compiler_options={name: value}).lower(0).compile()
     except Exception:  # whatever type a version of JAX raises

@@ -1,8 +1,8 @@
 """Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather.
 
-With `Topology.transport` "permutes" there are ppermutes alone, one for each payload: a step from
-all workers to all becomes n - 1 permutations, and so does the gathering of the sinks. With "push"
-one kernel does an all-reduce, if the codec has it; else each exchange is one kernel.
+With `Topology.transport` "permutes" there are only ppermutes, one for each payload: a step in which
+all workers send to all becomes n - 1 permutations, and so does the gather of the sinks. With "push"
+one kernel does an all-reduce, if the codec supports it; else each exchange is one kernel.
 """
 
 import functools
@@ -22,19 +22,20 @@ from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, s
 
 
 class _Received(NamedTuple):
-    """Payloads of one stream that reached a worker in one step, and whose chunks they are of."""
+    """Payloads of one stream that reached a worker in one step, and the owners of their chunks."""
 
     owners: Int[np.ndarray, "n c"]
-    """For every worker, whose chunks it was sent in one step."""
+    """For every worker, the owners of the chunks that it received in one step."""
     arrived: Arrived
 
 
 def all_reduce(
     topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
 ) -> tuple[Array, Array | None]:
-    """Reduces every chunk; each owner encodes its sums once and everyone, itself too, decodes.
+    """Reduces every chunk; each owner encodes its sums once, and all workers decode them.
 
-    Returns what `ChunkCodec.decode` makes of all chunks, and what this worker's encodings lost.
+    Returns the result of `ChunkCodec.decode` for all chunks, and the errors of this worker's
+    encodings.
     """
     if topology.transport == "push" and streams == 1 and codec.push is not None:
         check_schedule(topology, axis.size)
@@ -58,10 +59,11 @@ def all_reduce(
 
 
 Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
-"""Payloads [c] of finished sums as they arrive, and whose they are."""
+"""Payloads [c] of finished sums as they arrive, and their owners."""
 
 
 def _gathered_sinks(payloads: Payload, axis: Axis) -> Sinks:
+    # A gather brings a leading axis of workers; it replaces the axis of one chunk.
     own = jax.tree.map(lambda x: x[0], payloads)
     gathered = jax.tree.map(lambda x: axis.all_gather(x, to="invarying"), own)
     yield gathered, jnp.arange(axis.size, dtype=jnp.int32)
@@ -73,7 +75,7 @@ def _pushed_sinks(payloads: Payload, axis: Axis) -> Sinks:
 
 
 def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
-    """The worker's own first, while the others are under way."""
+    """Yields the worker's own payload first, while the others are sent."""
     me, n_workers = axis.index, axis.size
     yield payloads, me[None]
     for by in range(1, n_workers):
@@ -83,7 +85,8 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
 
 
 def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: int) -> Array:
-    """Reduces every chunk; returns what `ChunkCodec.finish` makes of this worker's chunks."""
+    """Reduces every chunk; returns the result of `ChunkCodec.finish` for this worker's chunks."""
+    # This worker's chunks have the indices mine, ..., mine + streams - 1.
     mine = axis.index * streams
     inputs, _ = _reduce(topology, codec, axis, streams)
     assert codec.finish is not None
@@ -97,7 +100,7 @@ def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: i
 def _reduce(
     topology: Topology, codec: ChunkCodec, axis: Axis, streams: int
 ) -> tuple[list[tuple[Arrived, ...]], Array | None]:
-    """Brings to every worker, for each chunk it owns, all that is to be added to its own share."""
+    """Collects, for each chunk of every worker, all payloads to be added to its own share."""
     n_workers = axis.size
     check_schedule(topology, n_workers)
     run = _Run(codec, axis, n_workers, streams, topology.transport == "push")
@@ -108,6 +111,7 @@ def _reduce(
         schedule = permuted(schedule, n_workers)
     for rounds in schedule:
         looped = rounds.looped and rounds.length > 2
+        # `loop` runs all rounds but the first.
         for t in range(1 if looped else rounds.length):
             step = rounds.step(t)
             table = chunk_table(step, n_workers)
@@ -118,6 +122,7 @@ def _reduce(
         if looped:
             held, lost = run.loop(rounds, held, lost)
     own = np.arange(n_workers, dtype=np.int32)[:, None]
+    # In the end every worker needs the chunk that it owns: its own index, int32[n, 1].
     return [run.inputs(mine, own) for mine in held], lost
 
 
@@ -129,12 +134,12 @@ class _Run(NamedTuple):
     n_workers: int
     streams: int
     push: bool
-    """Whether payloads travel by push kernels."""
+    """Whether push kernels send payloads."""
 
     def loop(
         self, rounds: Rounds, held: list[list[_Received]], lost: Array | None
     ) -> tuple[list[list[_Received]], Array | None]:
-        """All rounds but the first, as a loop: what arrives in one is all that the next adds."""
+        """All rounds but the first, as a loop: a round adds the payloads of the round before."""
         # What a worker got in round t - 1 has to be what it encodes in round t, in one order.
         first, second = rounds.step(0), rounds.step(1)
         if not np.array_equal(self._owners(first), chunk_table(second, self.n_workers)):
@@ -168,6 +173,7 @@ class _Run(NamedTuple):
                 continue
             if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.axis.index]
+                # Of payloads [k, c], those of the wanted chunks, for all k senders.
                 take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")
                 arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)
@@ -178,8 +184,10 @@ class _Run(NamedTuple):
     ) -> tuple[Payload, Array | None]:
         """The payloads of one stream's chunks in a step."""
         me = self.axis.index
+        # From owners to chunks, which have the indices owner * streams + stream.
         chunks = jnp.asarray(step.chunks(me), jnp.int32) * self.streams + stream
         encoder = Encoder(step.stage, step.slot(me), me)
+        # If all workers send to all, the chunk at position me is this worker's own, and stays here.
         skip = me if step.to is None and not arrived else None
         return self.codec.encode(arrived, chunks, encoder, lost, skip=skip)
 
@@ -188,9 +196,11 @@ class _Run(NamedTuple):
         if step.to is None:
             by_kernel = functools.partial(self.axis.push, to_all=False)
             exchange = by_kernel if self.push else self.axis.all_to_all
+            # One payload of each of k = n senders, for the c = 1 chunk of this worker: [n, 1, ...].
             return jax.tree.map(lambda x: x[:, None], exchange(payloads))
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
+        # The payloads of one sender, k = 1, for its c chunks: [1, c, ...].
         return jax.tree.map(lambda x: x[None], self.axis.ppermute(payloads, pairs))
 
     def held(self, step: Step, moved: Payload) -> _Received:
@@ -202,14 +212,15 @@ class _Run(NamedTuple):
         return _Received(self._owners(step), Arrived(moved, encoder, skip=self.axis.index))
 
     def _sender(self, step: Step) -> Encoder:
-        """Whose encoding this worker gets in a step of a permutation."""
+        """The encoder of the payloads that this worker gets in a step of a permutation."""
         sender = jnp.asarray(_senders(step, self.n_workers))[self.axis.index]
         return Encoder(step.stage, jnp.asarray(step.slot(sender))[None], sender[None])
 
     def _owners(self, step: Step) -> Int[np.ndarray, "n c"]:
-        """Whose chunks every worker is sent."""
+        """The owners of the chunks that each worker receives."""
         if step.to is None:
             return np.arange(self.n_workers, dtype=np.int32)[:, None]
+        # Row w of the result is the row of the worker that sends to w.
         return chunk_table(step, self.n_workers)[_senders(step, self.n_workers)]
 
 
@@ -222,7 +233,7 @@ def _senders(step: Step, n_workers: int) -> Int[np.ndarray, " n"]:
 def _positions(
     owners: Int[np.ndarray, "n c"], wanted: Int[np.ndarray, "n k"]
 ) -> Int[np.ndarray, "n k"] | None:
-    """Where every worker finds the chunks it wants among those that it got; `None`: nowhere."""
+    """The position of each wanted chunk among the chunks received; `None`: none was received."""
     # place[w, o]: at which position worker w got the chunk of owner o.
     n = owners.shape[0]
     place = np.full((n, n), -1, np.int32)

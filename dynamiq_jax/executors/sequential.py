@@ -1,7 +1,7 @@
-"""Runs one chunk's part of a schedule on one device, worker after worker, however many there are.
+"""Runs one chunk's part of a schedule on one device, one worker after another.
 
-What is alive are the payloads on the way from the worker at work to the chunk's owner: one in a
-ring, at most log2(n)² in a butterfly, n in a direct topology.
+Memory holds only the payloads between the current worker and the chunk's owner: one in a ring, at
+most log2(n)² in a butterfly, n in a direct topology.
 """
 
 from collections.abc import Callable
@@ -22,25 +22,26 @@ CodecOf = Callable[[Any, Array], ChunkCodec]
 """(arrays, worker) -> the codec of that worker's gradient, which has one chunk; hashable."""
 
 SYNC_EVERY = 128
-"""Workers after which the host waits for the device."""
+"""The number of workers after which the host waits for the device."""
 
 
 class Tree(NamedTuple):
     """The in-tree of one chunk: every worker but the owner encodes and sends it once."""
 
     step: Int[np.ndarray, " n"]
-    """When each worker sends; the owner never, -1."""
+    """The step in which each worker sends; -1 for the owner, which does not."""
     stage: Int[np.ndarray, " n"]
     slot: Int[np.ndarray, " n"]
     to: Int[np.ndarray, " n"]
-    """To whom; the owner to nobody, -1."""
+    """The worker that it sends to; -1 for the owner."""
 
     def order(self) -> list[int]:
-        """All workers, each after all whose encodings it adds up, and these in order of steps."""
+        """All workers, each after the workers whose encodings it adds, in the order of steps."""
         senders: list[list[int]] = [[] for _ in self.to]
         for worker in np.argsort(self.step, kind="stable").tolist():
             if self.to[worker] >= 0:
                 senders[self.to[worker]].append(worker)
+        # From the owner, whose `to` is -1, depth first: receivers before senders. Then reversed.
         left, found = [int(np.argmin(self.to))], []
         while left:
             found.append(left.pop())
@@ -49,7 +50,7 @@ class Tree(NamedTuple):
 
 
 def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
-    """Who sends the owner's chunk when, to whom."""
+    """The in-tree of the owner's chunk: who sends it, when, and to which worker."""
     stages = topology.stages(n_workers)
     tree = Tree(*(np.full(n_workers, -1) for _ in Tree._fields))
     workers = np.arange(n_workers, dtype=np.int32)
@@ -61,6 +62,7 @@ def tree_of(topology: Topology, n_workers: int, owner: int = 0) -> Tree:
             senders, to = workers[sends], step.to(workers)
         for of, value in zip(tree, (number, step.stage, step.slot(workers), to), strict=True):
             of[senders] = np.broadcast_to(value, workers.shape)[senders]
+    # The owner encodes last, as the sink.
     tree.stage[owner], tree.slot[owner] = len(stages) - 1, sink_slot(stages, owner)
     return tree
 
@@ -75,7 +77,7 @@ def reduce_chunk(
     """The payload of the finished sum of worker 0's chunk, with a leading axis of one chunk.
 
     ``codec_of`` is a static argument of compiled functions, and takes ``arrays``. ``progress`` is
-    called with the number of workers that have encoded, and of all.
+    called with the number of workers that have encoded, and the number of all.
     """
     tree, payload = tree_of(topology, n_workers), None
     # For each worker that something has arrived for: the senders and payloads of every step.
@@ -101,7 +103,7 @@ def reduce_chunk(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec_of: CodecOf, stages: tuple[int, ...], arrays, own, arrived) -> Payload:
-    """The payload of worker ``own = (slot, worker)``; ``stages`` are its own and what arrived's."""
+    """The payload of worker ``own = (slot, worker)``; ``stages`` are its own and the arrivals'."""
     slot, worker = own
     inputs = tuple(
         Arrived(payloads, Encoder(stage, slots, senders))

@@ -1,7 +1,7 @@
 """Methods: how one flat array is reduced over one axis.
 
 A method is a frozen dataclass of static options with the members of `Method`. A quantiser derives
-from `methods.plain.PlainMethod`, which makes all of them out of `encode` and `decode`
+from `methods.plain.PlainMethod`, which derives all members from `encode` and `decode`
 (docs/extending.md).
 """
 
@@ -26,42 +26,42 @@ from dynamiq_jax.topologies.base import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 
 State = Any
-"""The state of a method for one bucket from step to step, a pytree of arrays of one worker; ``()``
-if nothing."""
+"""The state of a method for one bucket, kept from step to step: a pytree of arrays of one worker;
+``()`` if there is none."""
 
 Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
 
 LARGEST = float(jnp.finfo(jnp.bfloat16).max)
-"""Error-feedback sums are clipped to this value, the largest finite bf16."""
+"""The largest finite bf16 number; error-feedback sums are clipped to it."""
 
 
 class Call(NamedTuple):
-    """One collective of one flat array: all that a method is told besides the array."""
+    """One collective of one flat array: the arguments of a method besides the array."""
 
     axis: Axis
     """The workers."""
     topology: Topology | None
-    """How payloads travel; `None`: by XLA's own collectives."""
+    """The route of payloads; `None`: XLA's own collectives."""
     seed: Seed
     """The seed of the rounding, the same on all workers."""
     divisor: int = 1
-    """The sum is divided by this: the number of workers for a mean."""
+    """The number that the sum is divided by: the number of workers for a mean."""
     state: State = ()
-    """The method's state of this bucket; ``()`` where the caller keeps none."""
+    """The method's state of this bucket; ``()`` if the caller keeps none."""
     metrics: bool = False
-    """Whether the outcome has all facts that the method knows."""
+    """Whether the outcome must have all facts that the method knows."""
     keep_error: bool = False
-    """Whether a memory takes the losses. Then workers also clip their numbers, so that sums of
-    finite ones are finite."""
+    """Whether a memory keeps the losses. Then workers also clip their values, so that sums of
+    finite values are finite."""
 
     @property
     def n_workers(self) -> int:
-        """Workers that reduce together."""
+        """The number of workers that reduce together."""
         return self.axis.size
 
     @property
     def n_slots(self) -> int:
-        """Encodings that one chunk passes through; for hop methods."""
+        """The number of encodings of one chunk; for hop methods."""
         assert self.topology is not None
         return n_slots(self.topology.stages(self.n_workers))
 
@@ -70,17 +70,17 @@ class Outcome(NamedTuple):
     """The result of an all-reduce of one flat array."""
 
     value: Float[Array, " d"]
-    """The sum, or the sum over the divisor; the same bits on all workers."""
+    """The sum divided by the divisor; the same bits on all workers."""
     state: State
     """The state for the next step."""
     facts: PayloadFacts = PayloadFacts()
-    """All facts with `Call.metrics`; else those that cost nothing."""
+    """All facts with `Call.metrics`; otherwise only those that need no computation."""
     lost: Float[Array, " d"] | None = None
-    """The part of this worker's array that the sum lacks, f32: see `TellsLosses`."""
+    """The part of this worker's array that is missing in the sum, f32: see `TellsLosses`."""
 
 
 class Limits(NamedTuple):
-    """Which leaves are worth compressing, and how they become buckets; see `tree.leaves`."""
+    """Limits that say which leaves are compressed, and how they form buckets; see `tree.leaves`."""
 
     min_leaf_size: int
     """Leaves of fewer coordinates are summed exactly."""
@@ -98,84 +98,84 @@ BUCKET_BYTES = 32 * 2**20
 
 
 def check_choice(name: str, value: object, allowed: tuple) -> None:
-    """Raises ValueError if a field has none of the values it may have."""
+    """Raises ValueError if a field does not have one of its allowed values."""
     if value not in allowed:
         raise ValueError(f"{name}={value!r}; expected one of {allowed}")
 
 
 def ring_bits(bits: int, n_workers: int) -> int:
-    """Bits that one worker sends in a native all-reduce of so many bits, the least there are."""
+    """The fewest bits that one worker must send in a native all-reduce of this many bits."""
     return 2 * (n_workers - 1) * bits // n_workers
 
 
 def clipped(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """f32 values up to `LARGEST`, which infinities become; NaN stays."""
+    """f32 values, clipped to `LARGEST`, infinities included; NaN stays."""
     return jnp.clip(x, -LARGEST, LARGEST)
 
 
 def with_memory(x: Float[Array, " d"], residual: Float[Array, " d"]) -> Float[Array, " d"]:
-    """The gradient and the memory of error feedback, f32: finite wherever the gradient ``x`` is."""
+    """The gradient plus error feedback's memory, f32: finite wherever the gradient ``x`` is."""
     x = x.astype(jnp.float32)
     return jnp.where(jnp.isfinite(x), clipped(x + residual), x)
 
 
 class Method(Options, ABC):
-    """How one flat array is reduced over one axis; the seam between pytrees and methods.
+    """How one flat array is reduced over one axis; the interface between pytrees and methods.
 
     A hop method (`methods.hops.HopMethod`) is a codec that runs over topologies. A native method
-    calls XLA's collectives by itself. Subclasses are frozen dataclasses of static options.
+    calls XLA's collectives directly. Subclasses are frozen dataclasses of static options.
     """
 
     __slots__ = ()
 
     native_by_default: ClassVar[bool] = False
-    """Whether ``topology=None`` means XLA's own collectives, whatever the mesh."""
+    """Whether ``topology=None`` means XLA's own collectives on every mesh."""
     needs_state: ClassVar[bool] = False
-    """Whether the method would be wrong without a state."""
+    """Whether the method needs a state for correct results."""
     shards: ClassVar[bool] = False
     """Whether the method has `reduce_scatter`, `all_gather` and `sharded_wire_bits`."""
 
     @property
     def most_bits(self) -> float:
-        """Wire bits per coordinate, with padding, from which on a bucket is summed exactly."""
+        """The wire bits per coordinate, with padding, from which a bucket is summed exactly."""
         return math.inf
 
     @property
     def scale_axis(self) -> ScaleAxis:
-        """The axis of leaves along which coordinates follow each other; `None`: the last one."""
+        """The axis of leaves along which coordinates are consecutive; `None`: the last axis."""
         return None
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """The method's default limits, with those that were given in their places."""
+        """The method's default limits, overridden by the limits that were passed."""
         size = 0 if given.get("min_bucket_bytes") == 0 else MIN_BUCKET_SIZE
         return Limits(MIN_LEAF_SIZE, size, 0, BUCKET_BYTES)._replace(**given)
 
     def over_fast_links(self) -> Self:
-        """The method for links as fast as NVLink, where preparations cost more than bytes."""
+        """The method for links as fast as NVLink, where a plan costs more time than bytes."""
         return self
 
     def declines(self, leaf: Leaf) -> str | None:
-        """Why a leaf of this shape is summed exactly; `None`: it is not."""
+        """The reason to sum a leaf of this shape exactly; `None` if it is compressed."""
         return None
 
     def check(self, n_workers: int, topology: Topology | None) -> None:  # noqa: B027
-        """Raises ValueError or NotImplementedError where the method cannot serve."""
+        """Raises ValueError or NotImplementedError if the method does not support these workers."""
 
     def native_dtype(self, dtype) -> jnp.dtype:
-        """The wire dtype for gradients of ``dtype`` where compression costs: 16 bits."""
+        """The wire dtype for gradients of ``dtype`` if compression does not pay: 16 bits."""
         return jnp.dtype(jnp.float16 if dtype == jnp.float16 else jnp.bfloat16)
 
     def of_bucket(self, bucket: Bucket) -> Self:
-        """The method for one bucket; a method of matrices learns the shape of its leaf."""
+        """The method for one bucket; a method for matrices gets the shape of its leaf."""
         return self
 
     def init(self, size: int, n_workers: int) -> State:
-        """The first step's state of a bucket of ``size`` coordinates."""
+        """The initial state of a bucket of ``size`` coordinates."""
         return ()
 
     @abstractmethod
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """The sum over the axis, over the divisor, in x's dtype, and the next step's state.
+        """The sum over the axis, divided by the divisor, in x's dtype, and the next state.
 
         All workers get the same bits.
         """
@@ -185,13 +185,26 @@ class Method(Options, ABC):
         """Bits that one worker sends to all-reduce ``size`` coordinates."""
 
     def reduce_scatter(self, x: Float[Array, "n s"], call: Call) -> Float[Array, " s"]:
-        """The sum of ``x`` over the axis: every worker gets the row of its own number."""
+        """The sum of ``x`` over the axis; every worker gets the row of its index."""
         raise NotImplementedError
 
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """All workers' ``x``, the same bits on all; ``invarying``: JAX counts it as replicated."""
+        """All workers' ``x``, the same bits on all; ``invarying``: JAX types it as replicated."""
+        raise NotImplementedError
+
+    def pack(self, x: Float[Array, " s"], call: Call) -> Any:
+        """The encoding of this worker's ``x`` that `unpack` gathers: a pytree of arrays."""
+        raise NotImplementedError(
+            f"method={self!r} keeps no payloads for later gathers; pass a quantiser, such as "
+            "dq.DynamiQ(bits=8)"
+        )
+
+    def unpack(
+        self, packed: Any, size: int, dtype: Any, call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """The result of `all_gather`, from what `pack` made of ``x`` ([size] of ``dtype``)."""
         raise NotImplementedError
 
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
@@ -199,35 +212,35 @@ class Method(Options, ABC):
         raise NotImplementedError
 
     def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """The part of `wire_bits` that crosses outer axes: all of it without a hierarchy."""
+        """The part of `wire_bits` that crosses outer axes; all bits without a hierarchy."""
         return self.wire_bits(size, n_workers, topology)
 
     def relative_error(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> float | None:
-        """About the |error|² / |sum|² of a super-group; `None` if the method does not know."""
+        """The approximate |error|² / |sum|² of a super-group; `None` if it is not known."""
         return None
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """A remedy where the relative error is too large; `None` where it is not."""
+        """A remedy if the relative error is too large, else `None`."""
         return None
 
 
 class TellsLosses(Method):
-    """A method that tells what its encodings lose; `ErrorFeedback` takes these methods.
+    """A method that returns the errors of its encodings; `ErrorFeedback` needs such a method.
 
-    Where `Call.keep_error` is set, the outcome has ``lost``: the losses of all workers add up to
-    what the sum lacks, where the sum is finite.
+    If `Call.keep_error` is set, the outcome has ``lost``: the losses of all workers add up to the
+    part that is missing in the sum, wherever the sum is finite.
     """
 
     __slots__ = ()
 
     def lost(self, n_workers: int, topology: Topology | None) -> float | None:
-        """About the energy of all losses over that of what workers send (unitless).
+        """The approximate energy of all losses over that of the values sent (unitless).
 
-        It is that of the blocks that lose most; `None` if the method does not know.
+        It is the value for the blocks with the largest losses; `None` if it is not known.
         """
         return None
 
@@ -246,7 +259,7 @@ class _AnyThatShards(ABCMeta):
 
 
 class _ShardedMethod(Method, metaclass=_AnyThatShards):
-    """The deprecated base of methods that shard; `Method.shards` replaces it."""
+    """The deprecated base class of methods that shard; `Method.shards` replaces it."""
 
     __slots__ = ()
 
@@ -254,7 +267,7 @@ class _ShardedMethod(Method, metaclass=_AnyThatShards):
 
 
 def deprecated(name: str, module: str) -> Any:
-    """`ShardedMethod`, with a warning where a module was asked for it; refuses other names."""
+    """`ShardedMethod`, with a warning at the line that uses it; refuses other names."""
     if name != "ShardedMethod":
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     warn(
@@ -275,7 +288,7 @@ else:
 
 
 class WrappedMethod(Method):
-    """The base of methods around another one, which has the same buckets and wire as alone."""
+    """The base class of methods that wrap another one, with the same buckets and wire bits."""
 
     __slots__ = ()
 
@@ -293,7 +306,7 @@ class WrappedMethod(Method):
     relative_error: Any = property(attrgetter("method.relative_error"))
 
     def of_bucket(self, bucket: Bucket) -> Self:
-        """Itself around the method for this bucket."""
+        """This wrapper around the method for this bucket."""
         return replace(self, method=self.method.of_bucket(bucket))  # type: ignore[type-var]
 
     def over_fast_links(self) -> Self:

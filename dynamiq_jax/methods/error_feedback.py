@@ -1,23 +1,23 @@
 """Memory around methods: error feedback of four kinds.
 
-g_i is worker i's gradient, y_i what is given to the method, C(y) the result, which is a sum over
-workers, c_i worker i's part of it, e_i, h_i and v_i f32 memories that start at zero:
+g_i is worker i's gradient, y_i the input of the method, C(y) the result, which is a sum over
+workers, and c_i worker i's part of it; e_i, h_i and v_i are f32 memories that start at zero:
 
 * ``ef14`` (Seide et al., Interspeech 2014; EF-SGD, Karimireddy et al., ICML 2019): y = g + e, the
-  result is C(y), and e becomes y - c, the part that was not delivered.
+  result is C(y), and e becomes y - c, the part that is missing in the result.
 * ``ef21`` (Richtárik et al., NeurIPS 2021): y = g - h, h becomes h + c, and the result is the sum
-  of all h. What travels gets small as gradients stop to change, and so do errors.
-* ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` of v in the place of g, where
-  v becomes (1 - eta) v + eta g: the result is compressed momentum.
+  of all h. As gradients change less, the values that are sent get smaller, and so do errors.
+* ``ef21m`` (EF21-SGDM, Fatkhullin et al., NeurIPS 2023): as ``ef21`` with v instead of g, where v
+  becomes (1 - eta) v + eta g: the result is compressed momentum.
 * ``econtrol`` (Gao et al., ICLR 2024): y = g - h + eta e, h becomes h + c, e becomes e + g - h with
   the new h, and the result is the sum of all h. With eta = 0 it would be ``ef21``.
 
-A multi-hop all-reduce encodes partial sums again, which are nobody's own. *Lost* by a worker is
-what its encodings lost, one of every chunk: of its own share, of what it added to that, and of the
-finished sums that it owns. *Delivered* of it is c_i = y_i - lost_i. So the c_i of all add up to the
-result, whatever the topology. A worker's round trip of its own y would not do: the noise of
-further hops would be in nobody's memory, and the sum of the h_i, which every worker keeps for
-itself, would drift away from the h_i for ever.
+A multi-hop all-reduce encodes partial sums again, which belong to no single worker. lost_i, the
+*loss* of worker i, is the error of its encodings, one for every chunk: of its share plus the
+payloads that it added to it, and of the finished sums that it owns. c_i = y_i - lost_i is the
+*delivered* part. So the c_i of all workers add up to the result, for any topology. It is not enough
+to encode and decode only a worker's own y: no memory would have the noise of further hops, and the
+sum of the h_i, which every worker keeps, would drift away from the h_i without bound.
 """
 
 from dataclasses import dataclass, field
@@ -46,63 +46,64 @@ from dynamiq_jax.topologies import Topology
 Kind = Literal["ef14", "ef21", "ef21m", "econtrol"]
 
 ETA = 0.1
-"""The weight of the newest gradient in momentum, and of the residual in what "econtrol" sends."""
+"""The weight of the newest gradient in momentum, and of the residual in "econtrol"'s input."""
 
 
 class ErrorFeedbackState(NamedTuple):
     """The state from step to step, f32; a part that a kind does not need is `None`."""
 
     residual: Float[Array, " d"] | None
-    """e, on every worker its own: with "ef14" and "econtrol"."""
+    """e, different on every worker: with "ef14" and "econtrol"."""
     sent: Float[Array, " d"] | None
-    """h, on every worker its own: with all but "ef14"."""
+    """h, different on every worker: with all kinds but "ef14"."""
     total: Float[Array, " d"] | None
-    """The sum of h over workers, the same on all: with all but "ef14"."""
+    """The sum of h over workers, the same on all: with all kinds but "ef14"."""
     momentum: Float[Array, " d"] | None
-    """v, on every worker its own: with "ef21m"."""
+    """v, different on every worker: with "ef21m"."""
     started: Bool[Array, ""] | None
-    """Whether v has begun, the same on all workers: with "ef21m"."""
+    """Whether v has been set, the same on all workers: with "ef21m"."""
     inner: State
     """The method's own state."""
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorFeedback(WrappedMethod):
-    """A method with a memory of what its compression lost.
+    """A method with a memory of its compression errors.
 
         method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
         state = dq.Compression(method).init_state(params, n_workers)
         grads, state, _ = dq.reduce(grads, "data", compression=method, state=state)
 
-    With "ef14" each result has the noise of two steps, its own and what makes up for the one
-    before: about twice the squared error of the method alone, and more where bits are few. It is
-    their average that gets exact. With the other kinds results are running estimates, whose error
-    shrinks with what changes from step to step. For sums over workers, up to the rounding of f32:
+    With "ef14" each result has the noise of two steps: its own, and the correction of the previous
+    step. This is about twice the squared error of the method alone, and more at few bits. Only the
+    average of the results becomes exact. With the other kinds results are running estimates, whose
+    error decreases as gradients change less from step to step. For sums over workers, up to the
+    rounding of f32:
 
-    * "ef14" and "econtrol": all results of the past and the residuals add up to all gradients.
-    * all but "ef14": the result is the sum of all h, so that what is lost once is not lost for
-      ever. It holds from step to step: f32 rounding adds up over steps.
+    * "ef14" and "econtrol": all past results and the residuals add up to all gradients.
+    * all kinds but "ef14": the result is the sum of all h, so a later step corrects a loss. This
+      holds from step to step; f32 rounding errors add up over steps.
 
     Neither is exact with sums that XLA adds in bf16 (`OmniReduce`, `SIDCo`, `CLTK`, `BF16` without
-    a topology), whose additions lose what nobody knows, nor where values end at the largest bf16
-    number. Results in bf16 and f16 are rounded from f32 that is exact in this sense. A hierarchy
-    has memory of its outer reduction; its inner sums are native.
+    a topology), since the errors of these additions are not known, nor if values saturate at the
+    largest bf16 number. Results in bf16 and f16 are rounded from f32 values that are exact in this
+    sense. In a hierarchy only the outer reduction has memory; its inner sums are native.
 
-    Memories stay bounded where the encodings of one step together lose less than workers send: a
-    contraction, as the proofs of all four suppose. A warning says where `DynamiQ` does not
-    contract: at low bits, over a ring sooner than over `Direct` (docs/training-quality.md).
+    Memories stay bounded if the encodings of one step together lose less than workers send: a
+    contraction, which the proofs of all four kinds assume. A warning says if `DynamiQ` is not a
+    contraction: at low bits, and over a ring sooner than over `Direct` (docs/training-quality.md).
 
-    Coordinates whose result is not finite leave all memories as they were, so that these are always
-    finite, and one bad step is forgotten. A bucket in which a finite sum overflows f16 leaves all
-    of its memory as it was. Memories have the gradients' unit: where a loss scale changes, reduce
-    gradients that are divided by it. On every worker a coordinate takes 4 bytes with "ef14", 8 with
-    "ef21", 12 with the others. On the wire nothing is added.
+    Coordinates whose result is not finite do not change any memory, so memories are always finite,
+    and a bad step has no later effect. If a finite sum in a bucket overflows f16, none of the
+    bucket's memory changes. Memories have the unit of the gradients: if a loss scale changes,
+    reduce gradients that are divided by it. On every worker a coordinate takes 4 bytes with "ef14",
+    8 with "ef21", 12 with the others. The wire bits do not change.
 
     Attributes:
-      method: what compresses, without memory of its own.
+      method: the method that compresses; it has no memory itself.
       kind: "ef14", "ef21", "ef21m" or "econtrol", see the module; eta is 0.1. The papers of the
-        latter two begin with exact gradients and send them. Here momentum begins with the first
-        gradient that is finite on all workers, compressed as all others are.
+        latter two start by sending exact gradients. Here momentum starts with the first gradient
+        that is finite on all workers, compressed like all others.
     """
 
     method: TellsLosses
@@ -132,7 +133,7 @@ class ErrorFeedback(WrappedMethod):
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """As the method has it, and against a memory that grows."""
+        """The method's advice, and advice against a memory that grows."""
         own = self.method.advice(n_workers, topology, collective)
         return " ".join(filter(None, (own, self._growth(n_workers, topology)))) or None
 
@@ -147,7 +148,7 @@ class ErrorFeedback(WrappedMethod):
         )
 
     def init(self, size: int, n_workers: int) -> ErrorFeedbackState:
-        """Nothing lost, nothing sent."""
+        """The initial state: no losses, no estimates."""
 
         def zeros(*kinds: Kind) -> Array | None:
             return jnp.zeros(size, jnp.float32) if self.kind in kinds else None

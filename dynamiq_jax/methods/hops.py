@@ -1,7 +1,8 @@
-"""Methods that run over topologies: agree on what all must know, then encode hop by hop.
+"""Methods that run over topologies: agree on shared values, then encode hop by hop.
 
-Such a method says what workers have to agree on (`measure`, a small all-reduce), what follows from
-it (`share`), and how a worker's gradient is encoded then (`codec`). It calls no collectives.
+Such a method defines what workers must agree on (`measure`, for a small all-reduce), what is
+computed from this (`share`), and how a worker's gradient is then encoded (`codec`). It calls no
+collectives.
 """
 
 from typing import Any, ClassVar, Literal
@@ -23,9 +24,9 @@ from dynamiq_jax.topologies import Direct, Topology
 from dynamiq_jax.topologies.base import check_schedule
 
 Message = Any
-"""A pytree of arrays; what one worker contributes to the agreement, or what all did."""
+"""A pytree of arrays: the contribution of one worker to the agreement, or that of all."""
 Shared = Any
-"""A pytree of arrays; what all workers know ahead of the first hop."""
+"""A pytree of arrays: the values that all workers know before the first hop."""
 Layout = Any
 """The static sizes of a collective: `dynamiq.layout.Layout`, or `methods.plain.ChunkLayout`."""
 
@@ -39,28 +40,28 @@ class HopMethod(TellsLosses):
     __slots__ = ()
 
     debug_checks: bool = False
-    """Whether what all workers should hold alike is compared at run time."""
+    """Whether values that should be the same on all workers are compared at run time."""
     agreement: ClassVar[Literal["sum", "max"]] = "sum"
-    """How the workers' messages are put together."""
+    """How the workers' messages are combined."""
 
     def layout(self, size: int, n_workers: int, topology: Topology) -> Layout:
         """Static sizes for ``size`` coordinates."""
         raise NotImplementedError
 
     def measure(self, x: Float[Array, " d"], layout: Layout) -> Message:
-        """One worker's message; `None` if nothing has to be agreed on."""
+        """One worker's message; `None` if workers need not agree on anything."""
         return None
 
     def share(self, message: Message, layout: Layout, call: Call) -> Shared:
-        """The shared facts that follow from the message of all, and from the seed."""
+        """The shared values that are computed from all workers' message and the seed."""
         return ()
 
     def codec(
         self, x: Float[Array, " d"], shared: Shared, layout: Layout, call: Call
     ) -> ChunkCodec:
-        """The operations on one worker's ``x``; the result, over the divisor, has its dtype.
+        """The operations on one worker's ``x``; the result, after the division, has its dtype.
 
-        With `Call.keep_error` the codec tells what its encodings lose.
+        With `Call.keep_error` the codec returns the errors of its encodings.
         """
         raise NotImplementedError
 
@@ -92,7 +93,7 @@ class HopMethod(TellsLosses):
             warn(advice)
 
     def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> Shared:
-        """The shared facts, after the small all-reduce of the messages."""
+        """The shared values, after the small all-reduce of the messages."""
         message = self.measure(x, layout)
         if message is not None:
             reduce, topology = f"p{self.agreement}", call.topology
@@ -108,7 +109,7 @@ class HopMethod(TellsLosses):
     # --- Blocks: encoded once, by one worker, for all_gather and all_to_all -----------------------
 
     def encode_block(self, x: Float[Array, " s"], seed: Seed) -> tuple[Message, Payload]:
-        """A block as the only chunk of one worker: its message and its payload, which travel."""
+        """A block as the only chunk of one worker: its message and its payload, which are sent."""
         layout, call = self.layout(x.shape[0], 1, ALONE), Call(Axis(()), ALONE, seed)
         message = self.measure(x, layout)
         codec = self.codec(x, self.share(message, layout, call), layout, call)
@@ -127,7 +128,7 @@ class HopMethod(TellsLosses):
         return codec.decode(payload, chunk, Encoder(0, chunk, chunk), None).reshape(-1)[:size]
 
     def block_bits(self, size: int) -> int:
-        """Bits of a block of ``size`` coordinates on the wire, its message included."""
+        """Wire bits of a block of ``size`` coordinates, its message included."""
         x, seed = jax.ShapeDtypeStruct((size,), jnp.float32), jax.ShapeDtypeStruct((), jnp.uint32)
         encoded = jax.tree.leaves(jax.eval_shape(self.encode_block, x, seed))
         return sum(8 * part.size * part.dtype.itemsize for part in encoded)
@@ -135,22 +136,38 @@ class HopMethod(TellsLosses):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """See `Method`; each worker's ``x`` is a block, under the seed of the worker's number."""
-        axis, to = call.axis, "invarying" if invarying else "varying"
-        self.warn(call._replace(topology=ALONE), "all_gather")
+        """See `Method`; each worker's ``x`` is a block, with the seed of the worker's index."""
         with jax.named_scope(f"{type(self).__name__.lower()}_all_gather"):
-            own = self.encode_block(x, fold_seed(call.seed, axis.index))
-            gathered = jax.tree.map(lambda part: axis.all_gather(part, to=to), own)
+            own = self.pack(x, call)
+            return self.unpack(own, x.shape[0], x.dtype, call, invarying=invarying)
 
-            def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
-                return self.decode_block(encoded, x.shape[0], x.dtype, fold_seed(call.seed, sender))
+    def pack(self, x: Float[Array, " s"], call: Call) -> tuple[Message, Payload]:
+        """See `Method`: the message and the payload of this worker's block."""
+        self.warn(call._replace(topology=ALONE), "all_gather")
+        return self.encode_block(x, fold_seed(call.seed, call.axis.index))
 
-            return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
+    def unpack(
+        self,
+        packed: tuple[Message, Payload],
+        size: int,
+        dtype: Any,
+        call: Call,
+        *,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """See `Method`."""
+        axis, to = call.axis, "invarying" if invarying else "varying"
+        gathered = jax.tree.map(lambda part: axis.all_gather(part, to=to), packed)
+
+        def decode(encoded: tuple[Message, Payload], sender: Array) -> Array:
+            return self.decode_block(encoded, size, dtype, fold_seed(call.seed, sender))
+
+        return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
 
     def exchange(self, x: Float[Array, "n s"], call: Call) -> Float[Array, "n s"]:
-        """Row j of ``x`` goes to worker j, and row i of the result came from worker i.
+        """Sends row j of ``x`` to worker j; row i of the result is from worker i.
 
-        Every row is a block, under a seed of its sender and receiver.
+        Every row is a block, with a seed of its sender and receiver.
         """
         n, size = x.shape
         axis, everyone = call.axis, jnp.arange(n, dtype=jnp.int32)

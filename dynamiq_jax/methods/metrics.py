@@ -1,4 +1,4 @@
-"""How far an estimate is from the exact sum; what a reduction knows of its own error."""
+"""How far an estimate is from the exact sum, and what a reduction knows about its error."""
 
 import functools
 import math
@@ -16,23 +16,23 @@ class Metrics(NamedTuple):
     """The effect of one `dynamiq_jax.reduce` on a tree: f32 scalars, the same on all workers."""
 
     vnmse: Float[Array, ""] | float
-    """Expected |error|² / |sum|² of the compressed leaves, from the widths and energies that the
-    plan knows: for Gaussian coordinates, and gradients that are unrelated between workers until
-    their sum is encoded. |sum|² is |result|² less the expected |error|². It was 0.8 to 1.6 times
-    the true one at 2.5 to 5 bits (docs/algorithm.md, section 3). Infinite where the expected
-    |error|² is all of |result|². NaN where the method cannot say, where f32 cannot hold the
-    squares, and with `Hierarchical(inner=...)`, whose inner encodings it does not know."""
+    """Expected |error|² / |sum|² of the compressed leaves, from the plan's widths and energies: for
+    Gaussian coordinates, and gradients that are independent between workers until their sum is
+    encoded. |sum|² is |result|² minus the expected |error|². It was 0.8 to 1.6 times the true value
+    at 2.5 to 5 bits (docs/algorithm.md, section 3). It is infinite if the expected |error|² is all
+    of |result|², and NaN if the method does not know its error, if the squares overflow f32, and
+    with `Hierarchical(inner=...)`, whose inner encodings are not known."""
     norm: Float[Array, ""] | float
-    """|result|² of the compressed leaves, of what is finite; NaN where f32 cannot hold it."""
+    """|result|² of the compressed leaves, over finite values; NaN if it overflows f32."""
     nonfinite: Float[Array, ""] | float
-    """Coordinates of compressed leaves that came out NaN or infinite."""
+    """The number of coordinates of compressed leaves whose result is NaN or infinite."""
     widths: Float[Array, " 17"]
-    """The share of the payloads' coordinates that has width 0 to 16; zeros without widths. Of a
+    """The fraction of the payloads' coordinates that has width 0 to 16; zeros without widths. For a
     hierarchy, on its outer axes."""
     bits_per_coord: Float[Array, ""] | float
     """Bits per coordinate of all leaves, in units in which bf16 takes 16."""
     wire_bytes: Float[Array, ""] | float
-    """That one worker sends."""
+    """The number of bytes that one worker sends."""
 
 
 class Reduced(NamedTuple):
@@ -41,18 +41,18 @@ class Reduced(NamedTuple):
     tree: Any
     """The sums or means."""
     state: Any
-    """The next step's; `None` without a state."""
+    """The state for the next step; `None` without a state."""
     metrics: Metrics | None
-    """`None` unless asked for."""
+    """The metrics; `None` without ``metrics=True``."""
 
 
 class PayloadFacts(NamedTuple):
-    """The facts of the payloads of one all-reduce; the same on all workers."""
+    """Facts about the payloads of one all-reduce; the same on all workers."""
 
     error: Float[Array, ""] | float = math.nan
-    """Expected |value - exact|², f32; NaN where the method cannot say."""
+    """Expected |value - exact|², f32; NaN if the method does not know it."""
     coords_by_width: Float[Array, " 17"] | float = 0.0
-    """Coordinates that one worker sends at widths 0 to 16, f32; 0 where there are no widths."""
+    """The number of coordinates that one worker sends at widths 0 to 16, f32; 0 without widths."""
 
 
 class BucketMetrics(NamedTuple):
@@ -60,9 +60,9 @@ class BucketMetrics(NamedTuple):
 
     facts: PayloadFacts
     norm: Float[Array, ""] | float
-    """|result|² of what is finite, f32."""
+    """|result|² over finite values, f32."""
     nonfinite: Float[Array, ""] | float
-    """Coordinates, f32."""
+    """The number of coordinates, f32."""
 
 
 def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetrics:
@@ -74,7 +74,7 @@ def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetr
 
 
 def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
-    """The metrics of a bucket that is split over mesh axes, from those of a device's own part."""
+    """The metrics of a bucket that is split over mesh axes, from the metrics of each device."""
     if not axes:
         return own
     parts = Axis(tuple(sorted(axes)))
@@ -83,7 +83,7 @@ def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
 
 
 def finite_norm(x: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """|x|² of what is finite, in f32."""
+    """|x|² over finite values, in f32."""
     return _squared(jnp.where(jnp.isfinite(x), x, 0))
 
 
@@ -107,10 +107,10 @@ def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes
 
 
 def compounded(errors: Iterable[float]) -> float:
-    """The relative error of encodings one after the other, from those of each by itself (unitless).
+    """The relative error of successive encodings, from that of each encoding (unitless).
 
-    An encoding with the relative error e makes the energy 1 + e times as large, and the next one
-    errs in proportion to all of it, what earlier ones erred included.
+    An encoding with the relative error e makes the energy 1 + e times as large. The error of the
+    next encoding is proportional to this energy, which includes earlier errors.
     """
     return math.prod(1 + e for e in errors) - 1
 
@@ -118,7 +118,7 @@ def compounded(errors: Iterable[float]) -> float:
 def vnmse(estimate, exact) -> Float[Array, ""]:
     """Vector-normalised mean squared error: |estimate - exact|² / |exact|² over a whole pytree.
 
-    Both trees have the same structure; arithmetic is f32. Zero for two zero trees (unitless).
+    Both trees have the same structure; arithmetic is f32. It is zero for two zero trees (unitless).
     """
     difference = jax.tree.map(
         lambda a, b: jnp.asarray(a, jnp.float32) - jnp.asarray(b, jnp.float32), estimate, exact
@@ -128,18 +128,18 @@ def vnmse(estimate, exact) -> Float[Array, ""]:
 
 
 def worst_leaf_error(estimate, exact, *, min_size: int = 0) -> Float[Array, ""]:
-    """The largest relative error of a leaf: |estimate - exact|² / |exact|² of each leaf alone.
+    """The largest relative error of a leaf: |estimate - exact|² / |exact|² of single leaves.
 
     It predicts the training loss better than `vnmse`: Adam takes equal steps in all coordinates, so
-    that a leaf of little energy suffers from noise as much as one of much, and `vnmse` hardly sees
-    it.
+    noise harms a leaf with little energy as much as a leaf with much energy, but hardly changes
+    `vnmse`.
 
-    Both trees have the same structure and shapes; arithmetic is f32. A leaf whose exact value is
-    all zero has no relative error and does not count: an estimate of it that is not zero would be
-    infinitely wrong and hide all other leaves. Zero if no leaf counts (unitless).
+    Both trees have the same structure and shapes; arithmetic is f32. A leaf whose exact values are
+    all zero has no relative error and is ignored: the error of a nonzero estimate would be infinite
+    and hide all other leaves. The result is zero if all leaves are ignored (unitless).
 
-    Leaves of fewer than ``min_size`` coordinates do not count: `psum` sums those below its method's
-    ``min_leaf_size`` exactly.
+    Leaves with fewer than ``min_size`` coordinates are ignored: `psum` sums leaves below its
+    method's ``min_leaf_size`` exactly.
     """
     errors = jax.tree.leaves(jax.tree.map(vnmse, estimate, exact))
     counted = (

@@ -1,29 +1,29 @@
 """Quantisers: one class with `encode` and `decode`, from which every collective is derived.
 
 Data flow. A *chunk* is m consecutive coordinates, a multiple of the method's ``unit``; a *payload*
-is what a chunk becomes on the wire, a pytree of arrays whose shapes depend on m alone. A quantiser
-says how a chunk becomes a payload (`PlainMethod.encode`), how a payload becomes a chunk
-(`PlainMethod.decode`), and how a decoded chunk joins a sum (`PlainMethod.add`, f32 addition). The
-library does the rest:
+is an encoded chunk, a pytree of arrays whose shapes depend only on m. A quantiser defines how a
+chunk becomes a payload (`PlainMethod.encode`), how a payload becomes a chunk
+(`PlainMethod.decode`), and how a decoded chunk is added to a sum (`PlainMethod.add`, f32 addition).
+The library does the rest:
 
 * **All-reduce** (`HopMethod.all_reduce`). The d coordinates are padded with zeros to C = n k
-  chunks, k for each of the n workers (``chunks_per_worker``). Chunk ``owner * k + stream`` travels
-  as the topology says. Every worker on its way decodes what arrived, adds it to its own share of
-  the chunk, and encodes the sum. The owner encodes the finished sum once, and all workers, the
-  owner included, decode that payload: so all have the same bits.
+  chunks, k for each of the n workers (``chunks_per_worker``). The topology defines the route of
+  chunk ``owner * k + stream``. Every worker on the route decodes the payloads that arrived, adds
+  them to its own share of the chunk, and encodes the sum. The owner encodes the finished sum once,
+  and all workers, the owner included, decode that payload, so all have the same bits.
 * **Reduce-scatter** (`PlainMethod.reduce_scatter`) is the same without the last step: x is [n, s],
-  row i is padded to the k chunks of worker i, and the owner keeps its sum as it is, not encoded.
+  row i is padded to the k chunks of worker i, and the owner keeps its sum without encoding it.
 * **All-gather** (`HopMethod.all_gather`). Worker i encodes its shard once, as a *block*: the only
   chunk of one worker. Payloads are gathered, and all workers decode all blocks.
 * **All-to-all** (`HopMethod.exchange`). Worker i encodes row j of x as a block for worker j.
 
 `psum` and data parallel training use the first; `psum_scatter`, sharded updates (ZeRO-1) and FSDP
-use the next two, also in a pipeline; `ErrorFeedback` takes ``values - decode(encode(values))`` of
-every encoding. Wire bits follow from the shapes of payloads (`PlainMethod.payload_bits`).
+use the next two, also in a pipeline; `ErrorFeedback` uses ``values - decode(encode(values))`` of
+every encoding. Wire bits are computed from the shapes of payloads (`PlainMethod.payload_bits`).
 
-A method whose workers agree on something ahead, such as a common scale, overrides `measure`,
+If workers must agree on a value first, such as a common scale, the method overrides `measure`,
 `share` and `operations`. There is no plan: the agreement and the noise are looked up by a chunk's
-number and its slot (which encoding of the chunk it is).
+index and its slot (the index of an encoding of the chunk).
 """
 
 import operator
@@ -52,7 +52,7 @@ class ChunkLayout:
     Attributes:
       size: coordinates in the flat gradient (d).
       n_workers: workers (n).
-      chunks_per_worker: chunks whose reduction ends at one worker.
+      chunks_per_worker: chunks whose owner is one worker (k).
       chunk_size: coordinates per chunk (m).
     """
 
@@ -63,7 +63,7 @@ class ChunkLayout:
 
     @property
     def chunks(self) -> int:
-        """Chunks in all (C)."""
+        """The number of all chunks (C)."""
         return self.n_workers * self.chunks_per_worker
 
     @property
@@ -78,11 +78,11 @@ class PlainCodec(NamedTuple):
     encode: Callable[[Float[Array, " m"], Array, Array | int], Payload]
     """(values f32[m], chunk, slot) -> payload, of the same shapes for all chunks."""
     decode: Callable[[Payload, Array], Float[Array, " m"]]
-    """(payload, chunk) -> f32[m]: what is added up."""
+    """(payload, chunk) -> f32[m]: the values that are added up."""
     restore: Callable[[Float[Array, " m"], Array], Float[Array, " m"]] | None = None
-    """(sum f32[m], chunk) -> f32[m]: out of the units in which values are added up, if others."""
+    """(sum f32[m], chunk) -> f32[m]: converts from the units in which values are added up."""
     add: Callable[[Array, Array], Array] = operator.add
-    """(sum f32, decoded f32) -> f32: how what arrived joins a sum."""
+    """(sum f32, decoded f32) -> f32: adds a decoded payload to a sum."""
 
 
 def chunk_noise(
@@ -104,13 +104,13 @@ def chunk_noise(
 def coordinate_noise(
     row: UInt32[Array, " 8"], size: int, first_quad: Array | int = 0
 ) -> UInt32[Array, " size"]:
-    """A uniform word per coordinate, by a row of `pallas_kernels.slot_noise`."""
+    """A uniform word per coordinate, from a row of `pallas_kernels.slot_noise`."""
     within = jnp.arange(size, dtype=jnp.uint32)
     return noise_words(first_quad + within // 4, within % 4 * 8, Noise(*row), "independent")
 
 
 def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c m"]:
-    """The total with what arrived, one after the other: the order decides about last bits."""
+    """The total plus arrivals, one after the other: their order determines the last bits."""
 
     def add(total, numbered):
         number, payloads = numbered
@@ -125,7 +125,7 @@ def _with(codec: PlainCodec, total, arrived: Arrived, chunks) -> Float[Array, "c
 
 
 def _unit_of(method: "PlainMethod") -> int:
-    """``method.unit`` as an int; refuses what is missing, no integer or not positive."""
+    """``method.unit`` as an int; refuses a missing, non-integer or nonpositive one."""
     name, such = type(method).__name__, "such as unit=64"
     try:
         unit = method.unit
@@ -150,7 +150,7 @@ def _unit_of(method: "PlainMethod") -> int:
 
 
 def _with_arrays(payload: Payload, method: "PlainMethod", chunk_size: int) -> Payload:
-    """The payload of a chunk of so many coordinates; refuses one without arrays."""
+    """The payload of a chunk of this size; refuses a payload without arrays."""
     if not jax.tree.leaves(payload):
         raise ValueError(
             f"{type(method).__name__}.encode returned {payload!r} for a chunk of {chunk_size} "
@@ -180,10 +180,10 @@ def _checked(codec: PlainCodec, method: "PlainMethod", chunk_size: int) -> Plain
 
 
 class PlainMethod(HopMethod):
-    """The base of quantisers: methods that encode chunks by themselves.
+    """The base class of quantisers: methods that encode each chunk separately.
 
-    A subclass has ``unit``, `encode` and `decode`. One whose workers agree on something ahead
-    overrides `measure`, `share`, `agreed_bits` and `operations` instead.
+    A subclass defines ``unit``, `encode` and `decode`. If its workers must agree on a value first,
+    it overrides `measure`, `share`, `agreed_bits` and `operations` instead.
     """
 
     __slots__ = ()
@@ -191,18 +191,18 @@ class PlainMethod(HopMethod):
     shards: ClassVar[bool] = True
 
     unit: Any
-    """Coordinates of which chunks are multiples, an integer (also NumPy's); a multiple of 4."""
+    """The size of every chunk is a multiple of this integer (also NumPy's), a multiple of 4."""
 
     def encode(self, values: Float[Array, " m"], noise: UInt32[Array, " m"]) -> Payload:
-        """A chunk's payload: a pytree of arrays, of the same shapes for all chunks of m.
+        """The payload of a chunk: a pytree of arrays, with equal shapes for all chunks of size m.
 
         Args:
           values: f32[m], the coordinates to send; m is a multiple of ``unit``.
           noise: uint32[m], uniform words for stochastic rounding, new for each encoding. They
-            depend on the caller's key alone, and are the same in every step without one.
+            depend only on the caller's key; without a key they are the same in every step.
 
         Returns:
-          The payload, with one array at least; otherwise the library raises ValueError.
+          The payload, with at least one array; otherwise the library raises ValueError.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has neither encode and decode nor operations; write "
@@ -212,20 +212,20 @@ class PlainMethod(HopMethod):
     def decode(self, payload: Payload, size: int) -> Float[Array, " m"]:
         """The f32[size] values of the payload of a chunk of ``size`` coordinates.
 
-        The library raises ValueError where they have another shape.
+        The library raises ValueError if they have another shape.
         """
         raise NotImplementedError(
             f"{type(self).__name__} has encode and no decode; write decode(self, payload, size)"
         )
 
     def add(self, total: Float[Array, "*c"], arrived: Float[Array, "*c"]) -> Float[Array, "*c"]:
-        """A sum with one more decoded chunk, f32; ``add(total, 0)`` is ``total``."""
+        """The sum plus one decoded chunk, f32; ``add(total, 0)`` must be ``total``."""
         return total + arrived
 
     def operations(
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """The gradient in units in which values are added up, perhaps padded, and their codec."""
+        """The gradient, in the units in which values are added up, maybe padded; and its codec."""
         unit = _unit_of(self)
         if unit % 4:
             raise ValueError(
@@ -251,11 +251,11 @@ class PlainMethod(HopMethod):
         return sum(8 * part.size * part.dtype.itemsize for part in parts)
 
     def agreed_bits(self, size: int) -> int:
-        """Bits of a worker's message to the agreement."""
+        """Bits of a worker's message for the agreement."""
         return 0
 
     def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
-        """Equal chunks, each of whole units."""
+        """Chunks of equal size, each with whole units."""
         streams, unit = topology.chunks_per_worker(size), _unit_of(self)
         units = max(1, -(-size // (n_workers * streams * unit)))
         sizes = {"size": size, "n_workers": n_workers, "chunks_per_worker": streams}

@@ -1,7 +1,7 @@
-"""Uncompressed sums with bf16 or f32 on the wire: by `lax.psum`, or by our own topologies.
+"""Uncompressed sums with bf16 or f32 on the wire: by `lax.psum`, or over topologies.
 
-The references that compressed methods are measured against. With a topology the same data takes
-the same way as theirs, so that what compression itself costs and gains shows.
+They are the baselines for compressed methods. With a topology the values take the same route as
+compressed payloads, which shows the cost and the gain of compression itself.
 """
 
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ class _Uncompressed(PlainMethod):
     unit = 16  # whole sectors of a GPU's memory
 
     def native_dtype(self, dtype) -> jnp.dtype:
-        """The method's own, whatever the gradient's."""
+        """The method's dtype, for gradients of any dtype."""
         return jnp.dtype(self.wire_dtype)
 
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
-        """See `TellsLosses`. Nobody knows what the additions of a native sum lose."""
+        """See `TellsLosses`. The errors of a native sum's additions are not known."""
         if call.topology is not None:
             return HopMethod.all_reduce(self, x, call)
         total = call.axis.psum(x.astype(self.wire_dtype))
@@ -52,7 +52,7 @@ class _Uncompressed(PlainMethod):
         return call.axis.psum_scatter(x.astype(self.wire_dtype)).astype(x.dtype)
 
     def sharded_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """See `Method`; without a topology, of either half."""
+        """See `Method`; without a topology, of a reduce-scatter or an all-gather."""
         if topology is None:
             return (n_workers - 1) * self.payload_bits(size)
         return PlainMethod.sharded_wire_bits(self, size, n_workers, topology)
@@ -62,7 +62,7 @@ class _Uncompressed(PlainMethod):
         return 8 * jnp.dtype(self.wire_dtype).itemsize * chunk_size
 
     def wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
-        """Bits that one worker sends; without a topology, if `lax.psum` sends the least it can."""
+        """Bits that one worker sends; without a topology, the least that `lax.psum` can send."""
         if topology is None:
             return ring_bits(self.payload_bits(size), n_workers)
         return PlainMethod.wire_bits(self, size, n_workers, topology)
@@ -70,7 +70,7 @@ class _Uncompressed(PlainMethod):
     def operations(
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Casts. Words of bits travel, which no compiler takes for numbers that it may widen."""
+        """Casts to words of bits, which no compiler can widen like floats."""
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
 
         def encode(values, chunk, slot):
@@ -86,10 +86,11 @@ class _Uncompressed(PlainMethod):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BF16(_Uncompressed):
-    """All-reduce with bf16 on the wire, in half the bytes of f32; results in the leaf's dtype.
+    """All-reduce with bf16 on the wire, half the bytes of f32; results have the leaf's dtype.
 
-    ``topology=None`` is `lax.psum` of bf16, which adds as XLA's collectives do. With a topology
-    every hop adds in f32 and rounds partial sums to the nearest bf16: beyond 3.39e38, to infinity.
+    ``topology=None`` means `lax.psum` of bf16, which adds like XLA's collectives. With a topology
+    every hop adds in f32 and rounds partial sums to the nearest bf16, or to infinity beyond
+    3.39e38.
     """
 
     wire_dtype: ClassVar[Any] = jnp.bfloat16
@@ -97,7 +98,7 @@ class BF16(_Uncompressed):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class F32(_Uncompressed):
-    """All-reduce with f32 on the wire, whatever the leaf's dtype, in which results are.
+    """All-reduce with f32 on the wire, for leaves of any dtype; results have the leaf's dtype.
 
-    ``topology=None`` is `lax.psum` of f32. Topologies differ by the order of additions alone.
+    ``topology=None`` means `lax.psum` of f32. Topologies differ only in the order of additions.
     """

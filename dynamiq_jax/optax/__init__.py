@@ -10,6 +10,7 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 ```
 """
 
+from dynamiq_jax.collectives.halves import pack
 from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
 from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded, warn_of_skipped
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
@@ -21,6 +22,7 @@ __all__ = [
     "all_reduce",
     "gathered",
     "init",
+    "pack",
     "restore_state",
     "set_masters",
     "sharded",

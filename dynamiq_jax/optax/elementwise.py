@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.collectives.reduction import split_of, whole_shape
 from dynamiq_jax.core.compat import evaluate, inner_jaxprs, varying_axes, with_constants
+from dynamiq_jax.tree.padding import Padding
 from dynamiq_jax.tree.placement import axes_of
 
 ELEMENTWISE = frozenset(
@@ -77,12 +78,14 @@ def _value(x: Any, spec: P | None = None) -> _Value:
     return _Value(jnp.reshape(x, ()) if jnp.ndim(x) else x, uniform=True)
 
 
-def whole_arrays(tree: Any, specs: Sequence[P], sizes: Mapping[str, int]) -> Any:
-    """The shapes and dtypes of whole arrays, from a tree of slices; see `on_slices`."""
+def whole_arrays(
+    tree: Any, specs: Sequence[P], sizes: Mapping[str, int], padding: Sequence[Padding]
+) -> Any:
+    """The shapes and dtypes of whole arrays, from a tree of slices of padded ones."""
     leaves, treedef = jax.tree.flatten(tree)
     whole = []
-    for x, spec in zip(map(jax.typeof, leaves), specs, strict=True):
-        shape = whole_shape(x.shape, split_of(spec, tuple(sizes)), sizes)
+    for x, spec, zeros in zip(map(jax.typeof, leaves), specs, padding, strict=True):
+        shape = zeros.shape_of(whole_shape(x.shape, split_of(spec, tuple(sizes)), sizes))
         whole.append(jax.ShapeDtypeStruct(shape, x.dtype, weak_type=x.weak_type))
     return treedef.unflatten(whole)
 
@@ -90,6 +93,7 @@ def whole_arrays(tree: Any, specs: Sequence[P], sizes: Mapping[str, int]) -> Any
 def on_slices(
     function: Callable[..., Any],
     args: tuple[Any, ...],
+    wholes: tuple[Any, ...],
     specs: Sequence[P],
     results: Any,
     result_specs: Sequence[P],
@@ -97,10 +101,11 @@ def on_slices(
 ) -> Any:
     """Slices of what ``function`` returns for whole arrays, of which ``args`` are slices.
 
-    Specs say how mesh axes split each leaf, ``results`` which shapes whole results have, and
-    ``sizes`` how many slices there are along every axis.
+    Specs say how mesh axes split each leaf, ``wholes`` and ``results`` which shapes whole arguments
+    and results have, and ``sizes`` how many slices there are along every axis. The last slices may
+    be longer than what is left of an array: what they have there, and get, is not the function's.
     """
-    closed, made = jax.make_jaxpr(function, return_shape=True)(*whole_arrays(args, specs, sizes))
+    closed, made = jax.make_jaxpr(function, return_shape=True)(*wholes)
     if jax.tree.structure(made) != jax.tree.structure(results):
         raise ValueError(
             f"the inner optimizer returns {jax.tree.structure(made)}, and must return "
@@ -121,7 +126,7 @@ def on_slices(
                 f"and should be {like.shape}, split by {spec}. {REMEDY}"
             )
         parts = {d: math.prod(sizes[a] for a in names) for d, names in split_of(spec, tuple(axes))}
-        shape = tuple(length // parts.get(d, 1) for d, length in enumerate(like.shape))
+        shape = tuple(-(-length // parts.get(d, 1)) for d, length in enumerate(like.shape))
         slices.append(value.full(shape))
     return treedef.unflatten(slices)
 

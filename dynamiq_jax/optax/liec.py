@@ -1,4 +1,4 @@
-"""LIEC-SGD: workers apply their own encodings' losses at once, see `comparators.local_error`."""
+"""LIEC-SGD: workers immediately apply the errors of their encodings (`comparators.local_error`)."""
 
 import dataclasses
 import math
@@ -26,9 +26,9 @@ class LIECState(NamedTuple):
     """The state of `liec` in ``opt_state``."""
 
     step: Int[Array, ""]
-    """Updates so far, int32."""
+    """The number of updates so far, int32."""
     memory: PerWorker
-    """The losses of the encodings of each worker's own chunks, f32[parameters / workers]."""
+    """The errors of the encodings of each worker's own chunks, f32[parameters / workers]."""
     inner: PerWorker
     """The inner optimizer's state, which differs between workers."""
 
@@ -41,24 +41,24 @@ def liec(
     key: Array | None = None,
     method: Compression | Method | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """LIEC-SGD: local immediate error compensation, compressed both ways.
+    """LIEC-SGD: local immediate error compensation, compressed in both directions.
 
-    Every worker applies to its own parameters what its encoding of its gradient lost, in the same
-    step (`comparators.local_error` has the formulas). So workers' parameters differ: keep every
-    worker's own, and bring them together by `jax.lax.pmean`, as the paper does every 32 or 100
-    steps. ``update`` runs inside `jax.shard_map` or `jax.pmap`; `init` and `state_specs` of
-    `dynamiq_jax.optax` serve its state.
+    Every worker applies the error of its own encoding to its own parameters, in the same step
+    (`comparators.local_error` has the formulas). So parameters differ between workers: keep those
+    of every worker, and average them by `jax.lax.pmean`, as the paper does every 32 or 100 steps.
+    ``update`` runs inside `jax.shard_map` or `jax.pmap`. For its state use `init` and `state_specs`
+    of `dynamiq_jax.optax`.
 
     Args:
-      inner: the optimizer, of which every worker has a state of its own; `optax.sgd` in the paper.
+      inner: the optimizer, whose state differs between workers; `optax.sgd` in the paper.
       axis_name: as for `dynamiq_jax.psum`.
-      compression: what compresses, over `dynamiq_jax.Direct`: a method whose chunks are the same
-        coordinates in every step. Default: ``MinMax()``, 4 bits.
+      compression: a method over `dynamiq_jax.Direct` whose chunks have the same coordinates in
+        every step. Default: ``MinMax()``, 4 bits.
       key: as for `all_reduce`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Raises:
-      ValueError: the method does not tell what it loses, or sorts coordinates, as `DynamiQ`.
+      ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request = as_compression(compression, method=method, default=MinMax())

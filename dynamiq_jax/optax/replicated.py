@@ -22,11 +22,11 @@ class AllReduceState(NamedTuple):
     """The state of `all_reduce` in ``opt_state``."""
 
     step: Int[Array, ""]
-    """Reductions so far, int32."""
+    """The number of reductions so far, int32."""
     memory: PerWorker | None
-    """The state of the method, as `Compression.init_state` makes it; `None` if it has none."""
+    """The state of the method, as from `Compression.init_state`; `None` if it has none."""
     metrics: Metrics | None
-    """The metrics of the last reduction (zeros before the first); `None` unless asked for."""
+    """The metrics of the last reduction (zeros before the first); `None` without ``metrics``."""
 
 
 def all_reduce(
@@ -40,22 +40,22 @@ def all_reduce(
 ) -> optax.GradientTransformationExtraArgs:
     """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
 
-    Put it first in `optax.chain`: the norm to clip by, and the moments, are those of the mean.
-    ``update`` runs where `dynamiq_jax.psum` does, inside `jax.shard_map` or `jax.pmap`. If the
+    Put it first in `optax.chain`, so that the norm for clipping and the moments are those of the
+    mean. ``update`` runs inside `jax.shard_map` or `jax.pmap`, like `dynamiq_jax.psum`. If the
     method keeps a memory, call `init` of this module, or ``optimizer.init`` inside the map.
 
     Args:
       axis_name: as for `dynamiq_jax.psum`.
-      compression: as for `dynamiq_jax.psum`; methods with memory serve, too.
+      compression: as for `dynamiq_jax.psum`, also with memory.
       op: "mean" or "sum".
-      key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
+      key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a
-      new `AllReduceState`. It has no use for ``params``.
+      new `AllReduceState`. It ignores ``params``.
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
 
@@ -86,7 +86,7 @@ def all_reduce(
 
 
 def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker | None:
-    """The memory of all workers, or inside a map of this one; `None` if the method has none."""
+    """The memory of all workers, or of this worker inside a map; `None` if there is none."""
     sizes, inside = known_sizes(axis)
 
     def first() -> Any:

@@ -2,9 +2,9 @@
 
 All workers hold the same *copy* of the parameters. The owner of a slice holds an f32 *master* of it
 and the inner optimizer's state for it. Gradients are scattered to the owners. An owner updates its
-masters and encodes how far they are from the copy. Everybody, the owner too, adds the decoded
-difference to the copy. What an encoding loses is in the next difference: error feedback without a
-memory of its own.
+masters and encodes their difference from the copy. All workers, including the owner, add the
+decoded difference to the copy. The error of an encoding is part of the next difference: this is
+error feedback without a separate memory.
 """
 
 import dataclasses
@@ -43,10 +43,8 @@ from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.request.compression import ByPath, Compression, as_compression
 from dynamiq_jax.request.ways import DIFFERENCES
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
+from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
-
-LAYERS = 256
-"""A leading dimension shorter than this may count layers, which `sequential` takes one by one."""
 
 
 @functools.partial(
@@ -55,29 +53,31 @@ LAYERS = 256
         *("step", "skipped", "masters", "inner", "gaps", "pending"),
         *("norm", "skipped_in_a_row"),
     ),
-    meta_fields=("splits",),
+    meta_fields=("splits", "padding"),
 )
 @dataclasses.dataclass(frozen=True)
 class ShardedState(Part):
     """The state of `sharded` in ``opt_state``.
 
-    Outside of maps arrays have their whole shapes, sharded over the workers, and so do they in
-    checkpoints. Inside a map they are this worker's slices.
+    Outside of maps, and in checkpoints, arrays have their whole shapes, sharded over the workers.
+    Inside a map they are this worker's slices.
 
     Attributes:
-      step: updates so far, the skipped ones included, int32.
-      skipped: updates that were left out, since the gradient was not finite, int32.
-      masters: the parameters in f32.
-      inner: the inner optimizer's state for the masters.
+      step: the number of updates so far, including skipped ones, int32.
+      skipped: the number of updates that were skipped, since the gradient was not finite, int32.
+      masters: the parameters in f32, padded; `unpadded` removes the zeros.
+      inner: the inner optimizer's state for the masters, padded in the same way.
       gaps: the largest distance of each worker's masters from the copy after the last update,
-        f32[n, L] for n workers and L leaves. The user has changed coordinates that are further off.
+        f32[n, L] for n workers and L leaves. A coordinate with a larger distance was changed by the
+        user.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
-      pending: with ``deferred=True`` the differences that the next step gathers, else `None`.
-      norm: the norm of the last update's mean gradient over all parameters, before the clip, f32;
-        infinite or NaN if that update was skipped, and 0 before the first.
-      skipped_in_a_row: how many of the last updates were skipped one after the other, int32; 0
-        after an update that was not. `None`, as ``norm``, in a state of an earlier version, which
-        goes on without them; `restore_state` adds them.
+      padding: the zeros at the end of each of these leaves.
+      pending: with ``deferred=True``, the differences that the next step gathers, else `None`.
+      norm: the norm of the last update's mean gradient over all parameters, before clipping, f32;
+        infinite or NaN if that update was skipped, and 0 before the first update.
+      skipped_in_a_row: the number of consecutive updates that were skipped last, int32; 0 after an
+        update that was not skipped. Like ``norm`` it is `None` in a state of an earlier version,
+        which continues without both; `restore_state` adds them.
     """
 
     later = "norm", "skipped_in_a_row"
@@ -88,6 +88,7 @@ class ShardedState(Part):
     inner: Any
     gaps: PerWorker
     splits: tuple[P, ...]
+    padding: tuple[Padding, ...]
     pending: Pending | None = None
     norm: Any = None
     skipped_in_a_row: Any = None
@@ -100,6 +101,24 @@ class ShardedState(Part):
         alike = {"step", "skipped", "pending", *self.later}  # on all workers
         told |= {name: jax.tree.map(lambda _: P(), getattr(self, name)) for name in alike}
         return dataclasses.replace(self, **told)
+
+    def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
+        """See `Part`."""
+        fields = {"masters": self.masters, "inner": self.inner}
+        key = jax.tree_util.GetAttrKey
+        paths = [
+            ((key(name), *path), x.shape)
+            for name, tree in fields.items()
+            for path, x in jax.tree_util.tree_leaves_with_path(tree)
+        ]
+        pairs = zip(paths, self.padding, strict=True)
+        return {path: padding.shape_of(shape) for (path, shape), padding in pairs}
+
+    def unpadded(self) -> Any:
+        """Returns the masters in the parameters' own shapes; call it outside of maps."""
+        leaves, treedef = jax.tree.flatten(self.masters)
+        padding = self.padding[: len(leaves)]
+        return treedef.unflatten(p.cut(x) for p, x in zip(padding, leaves, strict=True))
 
 
 def sharded(
@@ -115,33 +134,37 @@ def sharded(
     deferred: bool = False,
     method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Goes around an optimizer, with ``max_norm=`` as the clip by norm (ZeRO-1).
+    """Wraps an optimizer so that each worker updates its slices (ZeRO-1).
 
-    A clip by norm before it would clip every worker's gradients by this worker's own norm. The
-    transformation stands in the place of `all_reduce` and the optimizer after it. ``update`` takes
-    every worker's own gradients and the parameters. It scatters the gradients' mean, updates the
-    masters of this worker's slices, gathers differences of parameters, and returns updates for
-    `optax.apply_updates`, with the same bits on all workers. Masters and the inner state take 1/n
-    of the memory, and the update 1/n of the work.
+    Clip by norm with ``max_norm=``: a clip before this transformation would use the norm of each
+    worker's own gradients. The transformation replaces `all_reduce` and the optimizer after it.
+    ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
+    mean, updates the masters of this worker's slices, gathers differences of parameters, and
+    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters and the
+    inner state take 1/n of the memory, and the update takes 1/n of the work.
 
-    **Masters follow parameters that change between updates** (weights that are loaded, an average
-    that is swapped in, a clip, a projection). A coordinate has changed if it is further from its
-    master than any coordinate of its slice was after the last update; smaller changes are less than
-    the error of the compressed differences. `set_masters` takes all bits of the parameters.
+    **Masters follow parameters that you change between updates** (loaded weights, a swapped-in
+    average, a clip, a projection). A coordinate counts as changed if its distance from its master
+    exceeds that of every coordinate of its slice after the last update; smaller changes are below
+    the error of the compressed differences. `set_masters` copies all bits of the parameters.
 
-    A leaf is split along the first dimension that divides by the number of workers; a leading one
-    of less than 256, which may be that of layers, comes last. Leaves that the method leaves out
-    (small ones, excluded ones) and those without such a dimension are whole: their gradients are
-    all-reduced, and all workers update them alike.
+    A leaf is split along the first dimension that is a multiple of the number of workers; a leading
+    dimension below 256, which may count layers, is tried last. If there is no such dimension, one
+    that is longer than that number is padded with zeros: the one that needs the fewest zeros for
+    its length. Padding is in masters, in the inner state and on the wire; parameters keep their
+    shapes. `dynamiq_jax.explain` names padded leaves. Leaves that are not compressed (small or
+    excluded ones) and leaves without a dimension to split stay whole: their gradients are
+    all-reduced, and all workers update them in the same way.
 
-    To scatter gradients beside the backward pass, differentiate with respect to ``state.masters``
-    by `dq.reduce_in_backward` or `dq.sequential`, with the parameters as ``copies``. ``update``
-    then takes gradients that are reduced: as large as masters in place of parameters.
+    To scatter gradients during the backward pass, use `dq.reduce_in_backward` or `dq.sequential`
+    with the parameters as ``copies``, and differentiate with respect to ``state.masters``.
+    ``update`` then takes gradients that are already reduced and have the shapes of masters, not of
+    parameters.
 
-    **Deferred differences** (``deferred=True``, the order of DeAR): the update gathers nothing, and
-    its updates of split leaves are zeros. The next step brings the parameters up to date, and
-    passes the result to ``update``. `dq.sequential` gathers each function's differences while the
-    function before it runs:
+    **Deferred differences** (``deferred=True``, the order of DeAR): the update does not gather, and
+    its updates of split leaves are zeros. The next step applies the differences, and passes the
+    current parameters to ``update``. `dq.sequential` gathers the differences of each function while
+    the previous function runs:
 
         def loss(masters):
             options = {"specs": specs.masters, "copies": params, "pending": state.pending}
@@ -151,47 +174,47 @@ def sharded(
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
 
-    `gathered` returns the current parameters, for evaluation and for steps without a pipeline. A
-    state and the parameters beside it resume as they are. Masters do not follow changed parameters
+    `gathered` returns the current parameters, for evaluation and for steps without a pipeline. To
+    resume, restore a state together with its parameters. Masters do not follow changed parameters
     after the first update: call `set_masters`.
 
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
       Explicit axes, outside of maps, gradients are unreduced:
       ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``.
-    * A step whose gradient has an infinite or undefined norm changes nothing but ``step``,
-      ``skipped``, ``skipped_in_a_row`` and ``norm`` of the state.
-    * Get the state from `init` of this module, which never holds all of it on one device. Its
-      ``masters`` are the model in f32; parameters may be of any floating-point type of up to 32
-      bits. `restore_state` takes the state to another number of workers.
+    * A step whose gradient has an infinite or undefined norm only changes ``step``, ``skipped``,
+      ``skipped_in_a_row`` and ``norm`` of the state.
+    * Create the state with `init` of this module, which never holds all of it on one device. Its
+      ``masters`` are the model in f32; parameters may have any floating-point dtype of up to 32
+      bits. `restore_state` converts the state to another number of workers.
 
     Args:
-      inner: an optimizer whose update of a coordinate depends on this coordinate alone, such as
+      inner: an optimizer whose update of a coordinate depends only on this coordinate, such as
         `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
-        f32; updates run the elementwise operations of it on slices. Extra arguments of ``update``,
-        such as a loss, must be the same on all workers.
-      axis_name: as for `dynamiq_jax.psum`; of several axes the outermost first.
-      compression: how gradients travel, as for `dynamiq_jax.psum`, without memory.
-      differences: how differences of parameters travel, as for `dynamiq_jax.all_gather`; a bare
-        method takes the limits of ``compression``, such as its ``min_bucket_bytes``.
+        f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
+        as a loss, must be the same on all workers.
+      axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
+      compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory.
+      differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
+        bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
-      key: a PRNG key for the rounding, the same on all workers; the number of the step is folded
+      key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: ``jax.random.key(0)``.
       specs: how other mesh axes split the parameters: PartitionSpecs, a tree like the parameters or
-        a prefix of it. Default: not at all; on Explicit axes as their types say.
-      check_every: every so many steps workers compare a hash of their copies, with an error at run
-        time if they differ. 0: never.
-      deferred: whether differences travel at the top of the next step.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+        a prefix of it. By default they do not; on Explicit axes the types say how.
+      check_every: the number of steps after which workers compare a hash of their copies, with an
+        error at run time if they differ. 0: never.
+      deferred: whether differences are gathered at the start of the next step.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params)`` returns updates, a tree like
       ``params``, and a new `ShardedState`.
 
     Raises:
-      ValueError: ``params`` are missing or not of floating-point types of up to 32 bits, ``inner``
-        mixes coordinates or depends on their place, a method has memory, gradients are unreduced
-        over other axes, or the call is outside of maps on a mesh that is not Explicit.
+      ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; ``inner``
+        mixes coordinates or depends on their position; a method has memory; gradients are unreduced
+        over other axes; or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     request = as_compression(compression, method=method)
@@ -206,25 +229,36 @@ def sharded(
         assert sizes is not None
         placed = _places(params, axis, sizes, request, specs, inside)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        if inside:
-            pairs = zip(jax.tree.leaves(masters), placed, strict=True)
-            own = [own_slice(x, split_of(p, axis.names), axis) for x, p in pairs]
-            masters = jax.tree.unflatten(jax.tree.structure(masters), own)
         names = frozenset().union(*map(axes_of, placed))
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
-        whole = whole_arrays(masters, placed, counts)
+        # Inside a map parameters are whole but for other axes than ours.
+        others = {name: 1 if name in axis.names else count for name, count in counts.items()}
+        whole = whole_arrays(masters, placed, others, [Padding()] * len(placed))
         like = jax.eval_shape(inner.init, whole)
         own = _splits_of_state(like, whole, placed)
-        of_slices = lambda x: on_slices(inner.init, (x,), placed, like, own, counts)
+        splits, wholes = (*placed, *own), jax.tree.leaves((whole, like))
+        workers = dict(zip(axis.names, sizes, strict=True))
+        padding = tuple(
+            padding_of(x.shape, p, workers) for x, p in zip(wholes, splits, strict=True)
+        )
+        if inside:
+            triples = zip(jax.tree.leaves(masters), placed, padding[: len(placed)], strict=True)
+            found = [own_slice(x, split_of(p, axis.names), axis, zeros) for x, p, zeros in triples]
+            masters = jax.tree.unflatten(jax.tree.structure(masters), found)
+        of_slices = lambda x: on_slices(inner.init, (x,), (whole,), placed, like, own, counts)
         state = of_slices(masters) if inside else inner.init(masters)
         if not inside:
             jax.eval_shape(of_slices, masters)  # refuses what slices cannot have
-        splits = (*placed, *own)
         leaves, treedef = jax.tree.flatten((masters, state))
         if inside:
-            pairs = zip(leaves, splits, strict=True)
-            leaves = [axis.to_varying(x) if split_of(p, axis.names) else x for x, p in pairs]
-        elif is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
+            triples = zip(leaves, splits, padding, strict=True)
+            leaves = [
+                axis.to_varying(zeros.cleared(x, axis)) if split_of(p, axis.names) else x
+                for x, p, zeros in triples
+            ]
+        else:
+            leaves = [zeros.padded(x) for zeros, x in zip(padding, leaves, strict=True)]
+        if is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
             mesh = mesh_of(params)
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
         masters, state = treedef.unflatten(leaves)
@@ -241,7 +275,7 @@ def sharded(
         if deferred:
             pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), total)
         gaps = PerWorker(gaps, axis.name, renews=True)
-        told = gaps, splits, pending, norm, in_a_row
+        told = gaps, splits, padding, pending, norm, in_a_row
         return ShardedState(step, skipped, masters, state, *told)
 
     def update(updates, state, params=None, **extra) -> Any:
@@ -306,8 +340,8 @@ def _places(
         else:
             least = request.route(sizes, method).limits.min_leaf_size
             large = math.prod(lengths) >= least
-        leading_last = sorted(range(len(lengths)), key=lambda d: d == 0 and lengths[d] < LAYERS)
-        dimension = next((d for d in leading_last if lengths[d] and lengths[d] % n == 0), None)
+        taken = [d for d, k in enumerate(parts) if k > 1]  # zeros would end each of their parts
+        dimension = split_dimension(lengths, n, taken)
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:
@@ -317,17 +351,18 @@ def _places(
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
         names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
         warn(
-            f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that divides by the {n} "
-            f"workers of axis {axis.name!r}, and every worker updates all of them: {names}; pad "
-            "them to a multiple",
+            f"{len(whole)} leaves of {nbytes:,} bytes have no dimension that the {n} workers of "
+            f"axis {axis.name!r} can split, and every worker updates all of them: {names}; make "
+            f"one a multiple of {n}, or longer than {n} and not split by other axes",
         )
     return found
 
 
 def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
-    """How the inner optimizer's state is split: a leaf of a parameter's shape as the parameter is.
+    """How the inner optimizer's state is split: leaves of a parameter's shape like the parameter.
 
-    Where parameters of this shape are split differently, it is as the one whose path ends its own.
+    If parameters of this shape are split differently, the path decides: a state's leaf is split
+    like the parameter whose path is the end of the leaf's path.
     """
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), placed, strict=True)
     named = [(path, x.shape, spec) for (path, x), spec in leaves]
@@ -372,8 +407,14 @@ def _outside(
     return run(updates, state, params, extra)
 
 
+def _slices(wholes: list[Array], total: Reduction) -> list[Array]:
+    """This worker's slices of whole leaves."""
+    triples = zip(wholes, total.splits, total.padding, strict=True)
+    return [own_slice(x, split, total.axis, padding) for x, split, padding in triples]
+
+
 def _some(tree: Any, values: dict[int, Array]) -> Any:
-    """A tree like ``tree`` of some leaves, by their numbers."""
+    """A tree like ``tree`` with some of its leaves, by their indices."""
     treedef = jax.tree.structure(tree)
     return treedef.unflatten(map(values.get, range(treedef.num_leaves)))  # `None`: no leaf
 
@@ -397,13 +438,14 @@ class _Update(NamedTuple):
         op: Op,
         moved: list[bool],
     ) -> tuple[Any, ShardedState]:
-        """The updates of the copy, and the next state; JAX has summed what has not ``moved``."""
+        """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
         copies, treedef = jax.tree.flatten(params)
         placed = jax.tree.leaves(state.specs().masters)
-        axis, total = self.total.axis, dataclasses.replace(self.total, op=op).placed(placed)
+        axis, zeros = self.total.axis, state.padding[: len(placed)]
+        total = dataclasses.replace(self.total, op=op).placed(placed, padding=zeros)
         held = jax.tree.leaves(state.masters)
         self._check_copies(params, held, total)
-        own = [own_slice(x, split, axis) for x, split in zip(copies, total.splits, strict=True)]
+        own = _slices(copies, total)
         if self.check_every:
             compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
             lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
@@ -422,21 +464,27 @@ class _Update(NamedTuple):
             means = [x.astype(jnp.float32) for x in terms]
         else:
             means = self._means(terms, params, total, for_gradients, moved)
+        means = [p.cleared(x, axis) for p, x in zip(zeros, means, strict=True)]  # of their noise
         norm = _norm(means, placed)
         finite = jnp.isfinite(norm)
         if self.max_norm is not None:
             means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
         gradients = treedef.unflatten(means)
         sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
+        like = whole_arrays((state.masters, state.inner), state.splits, sizes, state.padding)
         steps, inner = on_slices(
             lambda g, s, p: self.inner.update(g, s, p, **extra),
             (gradients, state.inner, state.masters),
+            (like[0], like[1], like[0]),
             (*placed, *state.splits[len(placed) :], *placed),
-            whole_arrays((state.masters, state.inner), state.splits, sizes),
+            like,
             state.splits,
             sizes,
         )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
+        leaves, both = jax.tree.flatten((masters, inner))
+        pairs = zip(state.padding, leaves, strict=True)
+        masters, inner = both.unflatten(p.cleared(x, axis) for p, x in pairs)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             (masters, inner),
@@ -454,10 +502,8 @@ class _Update(NamedTuple):
             ]
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
-        sums = zip(jax.tree.leaves(masters), own, found, total.splits, strict=True)
-        after = [
-            _gap(x, copy, own_slice(u, split, axis)) if split else 0.0 for x, copy, u, split in sums
-        ]
+        sums = zip(jax.tree.leaves(masters), own, _slices(found, total), total.splits, strict=True)
+        after = [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in sums]
         if pending is not None:  # the copy moves after the update: no distance tells of a change
             after = [jnp.inf if split else 0.0 for split in total.splits]
         far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, after))))
@@ -470,22 +516,25 @@ class _Update(NamedTuple):
         in_a_row = state.skipped_in_a_row
         in_a_row = None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1)
         norm = None if state.norm is None else norm
-        told = masters, inner, state.gaps.after(after), state.splits, pending, norm, in_a_row
+        told = masters, inner, state.gaps.after(after), state.splits, state.padding
+        told = *told, pending, norm, in_a_row
         return added, ShardedState(state.step + 1, skipped, *told)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
-        for x, own, split in zip(describe_leaves(params), masters, total.splits, strict=True):
-            if x.shape != (whole := whole_shape(own.shape, split, sizes)):
+        leaves = describe_leaves(params), masters, total.splits, total.padding
+        for x, own, split, padding in zip(*leaves, strict=True):
+            whole = padding.shape_of(whole_shape(own.shape, split, sizes))
+            if x.shape != whole:
                 raise ValueError(
                     f"params: leaf {x.path} has shape {x.shape}, and its master is a slice of "
                     f"{whole}; pass whole parameters on every worker, which are the copy"
                 )
 
     def _are_slices(self, terms: list[Array], masters: list[Array], params: Any) -> bool:
-        """Whether gradients are reduced already, and as large as this worker's masters.
+        """Whether gradients are already reduced, with the shapes of this worker's masters.
 
-        Where no leaf is split they count as terms: the mean leaves equal ones as they are.
+        If no leaf is split, they count as terms: the mean does not change equal gradients.
         """
         leaves = describe_leaves(params)
         found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))
@@ -522,15 +571,16 @@ class _Update(NamedTuple):
                 )
         sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
+        whole = zip(terms, splits, total.padding, strict=True)
         return [
-            (reduced[i] if i in reduced else own_slice(x, split, axis)).astype(jnp.float32)
-            for i, (x, split) in enumerate(zip(terms, splits, strict=True))
+            (reduced[i] if i in reduced else own_slice(*x[:2], axis, x[2])).astype(jnp.float32)
+            for i, x in enumerate(whole)
         ]
 
     def _differences(
         self, masters: Any, copies: list[Array], total: Reduction, key: Array
     ) -> list[Array]:
-        """How far this worker's masters are from the copy: decoded, or exactly where all know."""
+        """The differences of the masters from the copy: decoded, or exact for leaves not split."""
         pairs = zip(jax.tree.leaves(masters), copies, strict=True)
         found = [master - copy.astype(jnp.float32) for master, copy in pairs]
         own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(total.splits) if x}
@@ -542,11 +592,11 @@ class _Update(NamedTuple):
 
 
 def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Array:
-    """A master, which takes its copy's value where the user has changed that.
+    """The masters; a master takes its copy's value if the user has changed the copy.
 
-    Before the first update a master that rounds to its copy stays: it may have more bits. After it
-    a master may be as far from its copy as ``gap`` says, and some units in the last place of the
-    largest copy, by which `optax.apply_updates` may round differently than `_gap`.
+    Before the first update, a master whose rounded value equals its copy is kept: it may have more
+    bits. Later the distance of a master from its copy may be ``gap``, plus some units in the last
+    place of the largest copy, since `optax.apply_updates` may round differently from `_gap`.
     """
     value = copy.astype(jnp.float32)
     slack = 4 * float(jnp.finfo(copy.dtype).eps) * jnp.max(jnp.abs(value), initial=0.0)
@@ -562,7 +612,7 @@ def _gap(master: Array, copy: Array, added: Array) -> Array:
 
 
 def _states(opt_state: Any) -> list[ShardedState]:
-    """The states of `sharded` in an optimizer's state: at least one."""
+    """The states of `sharded` in an optimizer's state; there must be at least one."""
     is_part = lambda x: isinstance(x, ShardedState)
     parts = [x for x in jax.tree.leaves(opt_state, is_leaf=is_part) if is_part(x)]
     if not parts:
@@ -576,26 +626,26 @@ def _states(opt_state: Any) -> list[ShardedState]:
 def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     """Returns the current parameters, for an optimizer with ``deferred=True``.
 
-    Adds the differences of the last update, which `dq.sequential` would add in the next step:
-    for evaluation, for checkpoints that other programs read, and for the top of steps without a
-    pipeline. Training goes on from ``params`` or from the result; with ``params`` it has the same
-    bits as without this call.
+    Adds the differences of the last update, which `dq.sequential` would add in the next step. Use
+    it for evaluation, for checkpoints that other programs read, and at the start of steps without a
+    pipeline. Training can continue from ``params`` or from the result; with ``params`` it has the
+    same bits as without this call.
 
-    Outside of maps it compiles once for arrays that look alike, and a function among
-    ``differences`` is not asked again.
+    Outside of maps it compiles once for arrays of the same shapes, dtypes and shardings, and a
+    function as ``differences`` is not called again.
 
-    If ``params`` is a list or tuple, its entries are the functions' parameters, as `dq.sequential`
-    takes them, and the result has the bits that it would have there. Any other tree travels as one.
+    If ``params`` is a list or tuple, its entries are the functions' parameters, as for
+    `dq.sequential`, and the result has the same bits as there. Any other tree is gathered at once.
 
     Args:
-      params: the parameters as the last step left them.
-      opt_state: the state that belongs to them, with one state of `sharded` in it, at any depth.
-      mesh: outside of maps, that of the training step. Default: that of the state's arrays, or of
-        `jax.set_mesh`.
+      params: the parameters after the last step.
+      opt_state: their optimizer state, which contains one state of `sharded`, at any depth.
+      mesh: the mesh of the training step, outside of maps. Default: the mesh of the state's arrays,
+        or of `jax.set_mesh`.
 
     Returns:
       A tree like ``params``, with the same bits on all workers. Without ``deferred=True`` nothing
-      is pending, and these are ``params``.
+      is pending, and the result is ``params``.
 
     Raises:
       ValueError: there is no state of `sharded`, or more than one, or no mesh is known.
@@ -631,7 +681,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
 
 @functools.lru_cache(maxsize=8)  # it keeps functions among ``differences`` alive
 def _gather(mesh: Mesh, leaves: tuple[P, ...], treedef: Any) -> Callable[[Any, Any], Any]:
-    """`_current` in a map, compiled once for all calls with arrays that look alike."""
+    """`_current` in a map, compiled once for all calls with arrays of equal types."""
     placed, specs = treedef.unflatten(leaves)
     maps = {"in_specs": (placed, specs), "out_specs": placed, "check_vma": False}
     return jax.jit(jax.shard_map(_current, mesh=mesh, **maps))
@@ -652,19 +702,20 @@ def _current(params: Any, state: ShardedState) -> Any:
 def set_masters(opt_state: Any, params: Any) -> Any:
     """Returns a state in which the masters of `sharded` are ``params``.
 
-    For parameters that were changed outside of updates, all bits of them: masters follow larger
-    changes by themselves. The inner optimizer's state stays.
+    Call it after you changed parameters outside of updates, to keep all of their bits: without it
+    masters follow only larger changes. The inner optimizer's state does not change.
 
     Args:
-      opt_state: a state that has that of `sharded` in it, at any depth; inside of a map, or not.
-      params: the parameters as `update` takes them: whole, in any floating-point type.
+      opt_state: a state that contains a state of `sharded`, at any depth; inside of a map, or
+        outside.
+      params: the parameters as for `update`: whole, in any floating-point dtype.
 
     Returns:
       A state like ``opt_state``, with f32 masters.
 
     Raises:
-      ValueError: there is no state of `sharded`, or the parameters have another structure or other
-        shapes than its masters.
+      ValueError: there is no state of `sharded`, or the structure or the shapes of the parameters
+        differ from those of its masters.
     """
     is_part = lambda x: isinstance(x, ShardedState)
     _states(opt_state)  # refuses a state without masters
@@ -679,19 +730,19 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
     """Warns if `sharded` has skipped the last steps, since their gradients were not finite.
 
     Call it outside of `jax.jit`, on any process or on all. It waits for the step that returned
-    ``opt_state``: where a trainer reads the loss it costs nothing.
+    ``opt_state``; if the trainer reads the loss there anyway, this costs no time.
 
     Args:
-      opt_state: a state that has that of `sharded` in it, at any depth, once or more often.
-      in_a_row: so many skipped steps, one after the other, are worth a `UserWarning`; at least 1.
+      opt_state: a state that contains one or more states of `sharded`, at any depth.
+      in_a_row: the number of consecutive skipped steps that causes a `UserWarning`; at least 1.
 
     Returns:
-      How many of the last steps were skipped one after the other, 0 if the last one was not. Of
-      several states of `sharded` it is the largest number.
+      The number of consecutive steps that were skipped last, 0 if the last step was not. With
+      several states of `sharded`, the largest of these numbers.
 
     Raises:
       ValueError: ``in_a_row`` is below 1, JAX traces the call, there is no state of `sharded`, or
-        an earlier version has made it.
+        the state is from an earlier version.
     """
     if in_a_row < 1:
         raise ValueError(f"in_a_row={in_a_row} must be at least 1")
@@ -720,7 +771,7 @@ def warn_of_skipped(opt_state: Any, *, in_a_row: int = 3) -> int:
 
 
 def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
-    """The counts and norms that this process has: of `jax.vmap` one for each of its members."""
+    """The counts and norms on this process; under `jax.vmap` one for each member."""
 
     def numbers(x: Any) -> list[Any]:
         if isinstance(x, Array):
@@ -736,26 +787,29 @@ def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     axis = check_axis(state.gaps.axis_name)
     masters, treedef = jax.tree.flatten(state.masters)
-    leaves, placed = describe_leaves(params), state.splits[: len(masters)]
+    leaves, count = describe_leaves(params), len(masters)
+    placed, padding = state.splits[:count], state.padding[:count]
     if jax.tree.structure(params) != treedef:
         raise ValueError(
             f"params are {jax.tree.structure(params)}, and masters are {treedef}; pass the "
             "parameters that this state was made for"
         )
 
-    def own(leaf: Any, x: Array, master: Array, spec: P) -> Array:
-        value = jnp.asarray(x, jnp.float32)
-        value = own_slice(value, split_of(spec, axis.names), axis) if axis.mapped else value
+    def own(leaf: Any, x: Array, master: Array, spec: P, padding: Padding) -> Array:
+        value = padding.padded(jnp.asarray(x, jnp.float32))
+        if axis.mapped:
+            value = own_slice(value, split_of(spec, axis.names), axis, Padding())
         if value.shape != master.shape:
+            padded = f", {padding.zeros} zeros included" if padding.zeros else ""
             raise ValueError(
-                f"params: leaf {leaf.path} has shape {value.shape}, and its master {master.shape}; "
-                "pass whole parameters"
+                f"params: leaf {leaf.path} has shape {leaf.shape}, and its master "
+                f"{master.shape}{padded}; pass whole parameters"
             )
         if axis.mapped or isinstance(master, Tracer):
             return value
         return jax.device_put(value, master.sharding)
 
-    own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, strict=True)
+    own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, padding, strict=True)
     masters = treedef.unflatten(own(*x) for x in own_leaves)
     pending = state.pending
     if pending is not None:  # the parameters are the copy: no differences are left to gather
@@ -764,7 +818,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:
-    """The norm of all parameters' gradients: slices are summed over the axes that split them."""
+    """The norm of all parameters' gradients, summed over the axes that split slices."""
     # By names in their order, which a set would change: the sum's groups of devices are those of
     # the other collectives, in all processes. Else XLA may run both at once, and neither ends.
     squares: dict[tuple[str, ...], Array] = {}

@@ -1,4 +1,4 @@
-"""Optimizer states of which every worker has a part of its own: how they start, lie and return."""
+"""Optimizer states that differ between workers: how to create, place and restore them."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -19,7 +20,7 @@ Tree = TypeVar("Tree")
 
 
 class Part:
-    """A part of an optimizer's state that says itself how it lies on a mesh.
+    """A part of an optimizer's state that knows its sharding over a mesh.
 
     Attributes:
       later: fields that the states of earlier versions do not have. `restore_state` starts them as
@@ -32,6 +33,10 @@ class Part:
         """A tree like the part, of PartitionSpecs."""
         raise NotImplementedError
 
+    def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
+        """The shapes, without zeros at their ends, of leaves that may have some; by their paths."""
+        return {}
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -40,12 +45,12 @@ class Part:
 )
 @dataclasses.dataclass(frozen=True)
 class PerWorker(Part):
-    """A part of an optimizer's state of which every worker has its own.
+    """A part of an optimizer's state that differs between workers.
 
     Attributes:
-      value: a tree whose leaves have a leading axis of all workers; of 1 inside a map.
+      value: a tree whose leaves have a leading axis of all workers; of size 1 inside a map.
       axis_name: the axis, or axes, of the workers.
-      renews: whether the next update makes all of it anew, so that nothing is lost with it.
+      renews: whether the next update computes all of it again, so that it need not be saved.
     """
 
     value: Any
@@ -57,28 +62,28 @@ class PerWorker(Part):
         return jax.tree.map(lambda _: PartitionSpec(self.axis_name), self)
 
     def own(self) -> Any:
-        """Inside a map: this worker's."""
+        """Inside a map: this worker's value."""
         return jax.tree.map(lambda x: x[0], self.value)
 
     def after(self, value: Any) -> "PerWorker":
-        """Inside a map: the same part with ``value`` as this worker's."""
+        """Inside a map: the same part with ``value`` as this worker's value."""
         value = jax.tree.map(lambda x: x[None], Axis(axis_names(self.axis_name)).to_varying(value))
         return dataclasses.replace(self, value=value)
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
-    """Runs ``optimizer.init(params)``, each worker's part on that worker.
+    """Runs ``optimizer.init(params)``; each worker's part is computed on that worker.
 
-    Inside of `jax.jit` and `jax.eval_shape` the state is a value of the program around it.
+    Inside of `jax.jit` and `jax.eval_shape` the state is a value of the surrounding program.
 
     Args:
-      optimizer: one that has `all_reduce` or `sharded` in it, at any depth.
-      params: as one worker passes its gradients; or `jax.ShapeDtypeStruct`s.
-      mesh: that of the training step.
+      optimizer: an optimizer that contains `all_reduce` or `sharded`, at any depth.
+      params: arrays with the shapes of one worker's gradients, or `jax.ShapeDtypeStruct`s.
+      mesh: the mesh of the training step.
 
     Returns:
-      The state, placed as `state_specs` says. Of `jax.ShapeDtypeStruct`s it has the shapes, dtypes
-      and shardings, and nothing is allocated: a tree to restore a checkpoint onto.
+      The state, placed as `state_specs` says. For `jax.ShapeDtypeStruct`s it has only shapes,
+      dtypes and shardings, and allocates nothing; restore a checkpoint onto this tree.
     """
     check_nodes(params)
     leaves = jax.tree.leaves(params)
@@ -95,8 +100,8 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
 def state_specs(opt_state: Tree) -> Tree:
     """Returns a `PartitionSpec` for every leaf of an optimizer's state, for `jax.shard_map`.
 
-    Leaves of `PerWorker` get ``P(axis_name)``, those of `sharded` the specs of their arrays, and
-    all others ``P()``.
+    Leaves of `PerWorker` get ``P(axis_name)``, leaves of `sharded` get the specs of their arrays,
+    and all other leaves get ``P()``.
 
     Args:
       opt_state: the state, or its shapes (`jax.ShapeDtypeStruct`s).
@@ -117,35 +122,40 @@ def _specs(opt_state: Tree) -> Tree:
 def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
-    With as many workers as before this is ``saved``, bit for bit. With another number the memories
-    of methods start anew, since every worker had its own. So do fields that states of an earlier
-    version do not have, such as ``norm`` of `ShardedState`. All that was saved finds its place, or
-    there is an error that names it.
+    If the number of workers is unchanged, this is ``saved``, bit for bit. If it has changed, the
+    memories of methods are reset, since they differ between workers. Fields that states of an
+    earlier version do not have, such as ``norm`` of `ShardedState`, also start from their initial
+    values. Leaves that `sharded` pads may end with another number of zeros, or with none, for
+    another number of workers or in states of earlier versions. If a saved leaf has no place, an
+    error names it.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
-        ``orbax.checkpoint`` gives where it is not told the type of the tree.
-      fresh: `init` of the same optimizer and parameters for the new workers; its leaves say where
-        those of the result are.
+        ``orbax.checkpoint`` returns if it does not know the type of the tree.
+      fresh: the result of `init` for the same optimizer and parameters on the new workers; the
+        result takes the shardings of its leaves.
 
     Returns:
       A state like ``fresh``, with its shardings and dtypes.
 
     Raises:
       ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is neither
-        one of `PerWorker` nor a field that earlier versions do not have.
+        a leaf of `PerWorker` nor a field that earlier versions do not have, nor differs only by
+        zeros.
     """
     old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
     parts, treedef = jax.tree_util.tree_flatten_with_path(
         fresh, is_leaf=lambda x: isinstance(x, PerWorker)
     )
     done: list[Any] = []
-    notes, later = [], _later(fresh)
+    notes, later, unpadded = [], _later(fresh), _unpadded(fresh)
     for path, part in parts:
         leaves, inner = jax.tree_util.tree_flatten_with_path(part)
         names = [_name((*path, *within)) for within, _ in leaves]
         now = [leaf for _, leaf in leaves]
         then = [old.get(name) for name in names]
+        if names[0] in unpadded and then[0] is not None:
+            then = [_padded_anew(then[0], unpadded[names[0]], now[0].shape)]
         same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
         if all(same):
             pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
@@ -179,7 +189,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
 
 
 def _check_places(saved: list[str], parts: list[tuple[tuple, Any]]) -> None:
-    """Refuses leaves that were saved and have no place; memories may have more on other workers."""
+    """Refuses saved leaves without a place; memories may have more leaves on other workers."""
     places, memories = set(), []
     for path, part in parts:
         if isinstance(part, PerWorker):
@@ -200,13 +210,37 @@ def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.device_put(jnp.zeros(like.shape, like.dtype), like.sharding)
 
 
+def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
+    """The parts of a state, by their paths."""
+    is_part = lambda x: isinstance(x, Part)
+    leaves = jax.tree_util.tree_leaves_with_path(fresh, is_leaf=is_part)
+    return [(path, part) for path, part in leaves if is_part(part)]
+
+
 def _later(fresh: Any) -> set[str]:
     """The names of leaves that states of earlier versions do not have."""
-    is_part = lambda x: isinstance(x, Part)
-    leaves, _ = jax.tree_util.tree_flatten_with_path(fresh, is_leaf=is_part)
-    parts = [(path, part) for path, part in leaves if is_part(part)]
     key = jax.tree_util.GetAttrKey
-    return {_name((*path, key(field))) for path, part in parts for field in part.later}
+    return {_name((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
+
+
+def _unpadded(fresh: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of leaves that may have zeros at their ends, without these."""
+    pairs = ((path, part.shapes()) for path, part in _parts(fresh))
+    return {_name((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
+
+
+def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
+    """A leaf of shape ``own`` with the zeros of another ``shape``; as it is, if it is not such."""
+    found = jnp.shape(x)
+    if found == shape or len(found) != len(own):
+        return x
+    if any(length < least for length, least in zip(found, own, strict=True)):
+        return x
+    x = np.asarray(x)
+    leaf = x[tuple(map(slice, own))]
+    if np.count_nonzero(x) != np.count_nonzero(leaf):  # these are no zeros
+        return x
+    return np.pad(leaf, [(0, now - length) for now, length in zip(shape, own, strict=True)])
 
 
 def _name(path: tuple) -> str:
@@ -214,9 +248,9 @@ def _name(path: tuple) -> str:
 
 
 def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
-    """Workers on every axis if that is known, and whether a map around us has the axis.
+    """The workers on every axis, if known, and whether a surrounding map has the axis.
 
-    Refuses ``what`` needs them where they are not known.
+    If ``what`` names a function that needs them, raises ValueError if they are not known.
     """
     try:
         return axis_sizes(axis), True

@@ -1,4 +1,4 @@
-"""The request: what a user chooses once for all collectives of a program."""
+"""The request: the choices that a user makes once for all collectives of a program."""
 
 import dataclasses
 import math
@@ -43,39 +43,40 @@ ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 excludes the leaf."""
 
 PADDED = "padded to"
-"""The words that tell a bucket whose padding takes all that compression saves."""
+"""The reason for a bucket whose padding takes all bits that compression saves."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression(Options):
-    """How a tree is reduced: which method compresses which leaf, and how payloads travel.
+    """How a tree is reduced: which method compresses which leaf, and how payloads are sent.
 
         compression = dq.Compression(dq.DynamiQ(bits=4), exclude="norm|bias")
         grads = dq.pmean(grads, "data", compression=compression)
 
-    Every function of this library takes one as ``compression``. A bare method stands for
+    Every function of this library takes a `Compression` as ``compression``. A bare method means
     ``Compression(method)``.
 
     Attributes:
       method: as for `psum`, a method or a function that chooses one for every leaf.
-      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
-      transport: what moves payloads, for a topology that does not say it: "collectives",
+      topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
+      transport: how payloads are sent, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
-        programs that `dynamiq_jax.jit` compiles where GPUs may read each other's memory.
-      exclude: a regular expression: leaves in whose path it is found are summed exactly, by
-        `jax.lax.psum`.
+        programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory.
+      exclude: a regular expression: if a leaf's path contains a match, `jax.lax.psum` sums the leaf
+        exactly.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
       min_bucket_size: buckets of fewer coordinates are summed exactly. Default: 65536. For
-        `DynamiQ` it is at least 16 tiles of 8 super-groups for each worker, since padding of
+        `DynamiQ` it is at least 16 tiles of 8 super-groups for each worker, since the padding of
         smaller buckets takes the bits that compression saves. With ``min_bucket_bytes=0`` it is 0.
-      min_bucket_bytes: buckets of fewer bytes are summed exactly. With 0 buckets of any size are
+      min_bucket_bytes: buckets of fewer bytes are summed exactly. With 0, buckets of any size are
         compressed, unless padding brings them to the 16 bits per coordinate of bf16 (see
-        `DynamiQ`). Default: no limit. For `DynamiQ` on GPUs that NVLink connects all to all it is
-        the size that `dynamiq_jax.methods.dynamiq.crossover` has for so many workers, since native
-        psum is faster below it. A given ``min_bucket_size`` takes that default away.
-      bucket_bytes: leaves up to this size are concatenated to buckets of about this size; larger
-        ones are buckets of their own. Default: 32 MiB; for `DynamiQ` 256 MiB, but 2
-        ``min_bucket_bytes`` at least.
+        `DynamiQ`). Default: no limit. For `DynamiQ` on GPUs that are all connected by NVLink the
+        default is the size that `dynamiq_jax.methods.dynamiq.crossover` has for this number of
+        workers, since native psum is faster below it. If you pass ``min_bucket_size``, this default
+        does not apply.
+      bucket_bytes: leaves up to this size are concatenated to buckets of about this size; a larger
+        leaf is a bucket of its own. Default: 32 MiB; for `DynamiQ` 256 MiB, but at least 2
+        ``min_bucket_bytes``.
     """
 
     method: Method | ByPath | None = None
@@ -110,7 +111,7 @@ class Compression(Options):
 
     @property
     def limits(self) -> dict[str, int]:
-        """The limits that were given, by name."""
+        """The limits that were passed, by name."""
         values = {name: getattr(self, name) for name in Limits._fields}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -144,7 +145,8 @@ class Compression(Options):
     ) -> Route:
         """The route of one method (default: this request's) among workers on axes of ``sizes``.
 
-        ``here`` says whether workers are JAX's devices; else the choice is `assumed`'s.
+        ``here`` says whether workers are JAX's devices; otherwise the choice is made as in
+        `assumed`.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -180,10 +182,11 @@ class Compression(Options):
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
     ) -> Grouping:
-        """Sorts leaves, as one device holds them, into buckets with their routes, and exact ones.
+        """Sorts leaves, as one device holds them, into buckets with routes, and exact leaves.
 
-        Leaves ``without`` belong to neither, and `Grouping.apart` has the large ones. ``bits_of``
-        tells wire bits per coordinate; bf16 takes 16. Other options are `route`'s.
+        Leaves in ``without`` belong to neither, and `Grouping.apart` has the large ones of them.
+        ``bits_of`` returns wire bits per coordinate; bf16 takes 16. Other options are those of
+        `route`.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -226,22 +229,22 @@ class Compression(Options):
         mesh: Mesh | None = None,
         specs: Any = None,
     ) -> tuple[State, ...]:
-        """Makes the state that the first `reduce` of ``tree`` takes, one entry for every bucket.
+        """Makes the state for the first `reduce` of ``tree``, with one entry for every bucket.
 
-        Under `jax.shard_map` every worker keeps its own. Inside, cast it with
-        ``jax.lax.pcast(state, axis_name, to="varying")``. Outside, pass ``stacked=True`` and let
-        every worker's part arise where it belongs: in a function of `jax.jit` that calls this, with
+        Under `jax.shard_map` the state differs between workers. Inside the map, cast it with
+        ``jax.lax.pcast(state, axis_name, to="varying")``. Outside, pass ``stacked=True``, and
+        create every worker's part on this worker: call this in a function under `jax.jit` with
         ``out_shardings=NamedSharding(mesh, P(axis_name))``.
 
         Args:
           tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `reduce`.
           n_workers: the size of the axis, or of every axis, the outermost first.
-          stacked: whether leaves have a leading axis of all workers, as `value_and_grad` takes
-            them, or are one worker's.
-          mesh: the mesh that ``specs`` are of; default: that of the surrounding `jax.shard_map`.
-          specs: PartitionSpecs of the leaves over axes that are not reduced over, where there are
-            any. The state of a bucket of split leaves has a leading axis of its parts (after that
-            of the workers).
+          stacked: whether leaves have a leading axis of all workers, as for `value_and_grad`, or
+            are those of one worker.
+          mesh: the mesh of ``specs``. Default: the mesh of the surrounding `jax.shard_map`.
+          specs: PartitionSpecs of the leaves over axes that are not reduced over, if there are any.
+            The state of a bucket of split leaves has a leading axis of its parts (after the axis of
+            the workers).
         """
         counts = axis_counts(n_workers)
         leaves, sizes = placed_leaves(tree, mesh, specs)
@@ -265,9 +268,9 @@ class Compression(Options):
     ) -> Explanation:
         """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless told not to.
 
-        More workers than JAX has devices are those of another cluster. Then several hosts are
-        assumed, whose devices are the last axis where there are several axes, and slow links
-        between them; the reason says so.
+        If there are more workers than JAX has devices, they belong to another cluster. Then the
+        explanation assumes several hosts with slow links between them; with several axes, the last
+        axis has the devices of a host. The reason says so.
 
         Args:
           tree: arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
@@ -275,13 +278,13 @@ class Compression(Options):
           verbose: whether to print.
           mesh: as for `init_state`.
           specs: as for `init_state`; shapes and bytes are then those of one device's parts.
-          rate: of a host's link in each direction, such as "25gbit", "25Gb/s" or "3.1GB/s". The
-            explanation then has the wire's times, and names the fastest way to train. A worker has
-            a host of its own, unless there are several axes: then the last one counts the workers
-            that share a host's link.
+          rate: the rate of a host's link in each direction, such as "25gbit", "25Gb/s" or
+            "3.1GB/s". The explanation then has the wire's times, and names the fastest way to
+            train. Each host has one worker, unless there are several axes: then the workers of the
+            last axis share a host's link.
 
         Raises:
-          ValueError: an argument is not understood.
+          ValueError: an argument is invalid.
         """
         per_second = None if rate is None else bytes_per_second(rate)
         sizes = axis_counts(n_workers)
@@ -317,30 +320,31 @@ class Compression(Options):
         weight: Array | float | None = None,
         specs: Any = None,
     ) -> None:
-        """Raises unless all processes would reduce ``tree`` alike. Run it once, outside of jit.
+        """Raises unless all processes would reduce ``tree`` alike; call it once, outside of jit.
 
-        A part of this is done without it. Several processes compare their first all-reduce, their
+        A part of this check is automatic. Several processes compare their first all-reduce, their
         first `psum_scatter` and their first `all_gather` while these are traced: versions, method,
         topology, ``op``, ``specs``, and whether there are a key, a weight, a state and metrics. A
-        difference is an error on all of them. Other leaves or axes are a warning, as processes may
-        trace different things first; so is a process that does not come within 60 seconds. Trees of
-        scalars alone, and maps that leave some of the devices out, are not compared. The
-        environment variable ``DYNAMIQ_JAX_AGREEMENT=0``, set on all processes, turns it off.
+        difference raises an error on all processes. Different leaves or axes only cause a warning,
+        since processes may trace different programs first; so does a process that is missing after
+        60 seconds. Trees with only scalars, and maps without some of the devices, are not compared.
+        To turn the automatic check off, set the environment variable ``DYNAMIQ_JAX_AGREEMENT=0`` on
+        all processes.
 
         Args:
-          tree: parameters or gradients; only names, shapes and dtypes count.
+          tree: parameters or gradients; only names, shapes and dtypes are compared.
           mesh: the mesh of the training step.
           axis_name: as for `psum`.
           key: as for `psum`.
           op: as for `reduce`.
-          weight: as for `reduce`; whether there is one has to be the same, not its value.
+          weight: as for `reduce`; all processes must have one or none, but its value may differ.
           specs: as for `psum`.
 
         Raises:
-          RuntimeError: names what differs, on which processes, and both values; or there is no
-            coordination service, or a process does not come within 600 seconds.
-          ValueError, NotImplementedError: what `psum` would refuse, on the processes where it
-            would; the others say so as well, and wait for nobody.
+          RuntimeError: processes differ (the message names the difference, the processes and both
+          values); there is no coordination service; or a process is missing after 600 seconds.
+          ValueError, NotImplementedError: as for `psum`, on the processes where `psum` would raise
+          it; the other processes report this, too, and do not wait.
         """
 
         def tell() -> dict[str, str]:
@@ -362,7 +366,7 @@ class Compression(Options):
         /,
         **options: Any,
     ) -> dict[str, str]:
-        """All that processes must choose alike, as text; ``options`` are arguments of the call."""
+        """The choices that all processes must share, as text; ``options`` are the call's."""
         methods = self.methods_of(leaves)
         chosen = dict.fromkeys(method for method in methods if method is not None)
         routes = [self.route(sizes, m) for m in chosen or [None]]
@@ -384,7 +388,7 @@ def as_compression(
     method: Compression | Method | ByPath | None = None,
     default: Method | None = None,
 ) -> Compression:
-    """The request that ``compression=`` and ``topology=`` of a collective stand for.
+    """The request that ``compression=`` and ``topology=`` of a collective describe.
 
     ``method`` is the former name of ``compression``.
     """
@@ -436,25 +440,25 @@ def explain(
       compression: as for `psum`.
       topology: as for `psum`.
       verbose: whether to print the table.
-      mesh: the mesh that ``specs`` are of, as for `Compression.explain`.
+      mesh: the mesh of ``specs``, as for `Compression.explain`.
       specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
-      rate: of a host's link in each direction, such as "25gbit" (a text). The explanation then has
-        the wire's times, in ms, as for `Compression.explain`.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      rate: the rate of a host's link in each direction, a string such as "25gbit". The explanation
+        then has the wire's times, in ms, as for `Compression.explain`.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The route, the bytes and the bits per coordinate of every leaf, and their totals for one
       worker.
 
     Raises:
-      ValueError: an argument is not understood, or the method does not serve so many workers.
+      ValueError: an argument is invalid, or the method does not support this number of workers.
     """
     options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
     return as_compression(compression, topology, method=method).explain(tree, n_workers, **options)
 
 
 def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
-    """One worker's states of all buckets; of buckets in several parts, those of all parts."""
+    """One worker's states of all buckets; for buckets in several parts, of all parts."""
 
     def first(bucket: Bucket, count: int) -> State:
         route = bucket.route
@@ -468,11 +472,11 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
 
 
 def _chooses(method: Any) -> bool:
-    """Whether it is a function that chooses a method for every leaf."""
+    """Whether the value is a function that chooses a method for every leaf."""
     return callable(method) and not isinstance(method, type | Method)
 
 
 def check_method(method: Any, name: str = "method") -> None:
-    """Refuses what is not a method; ``name`` is that of the argument."""
+    """Refuses an argument that is not a method; ``name`` is the argument's name."""
     if not isinstance(method, Method):
         raise ValueError(f"{name}={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")

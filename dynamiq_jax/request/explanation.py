@@ -1,4 +1,4 @@
-"""Explanations of `psum`: which leaf travels how, and how many bytes that takes."""
+"""Explanations of `psum`: the route of each leaf, and the number of bytes that it takes."""
 
 import collections
 import dataclasses
@@ -8,7 +8,7 @@ from typing import Self
 
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.request.routes import Route, TwoLevels
-from dynamiq_jax.request.ways import Way, lines, ways
+from dynamiq_jax.request.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
 
 
@@ -17,9 +17,9 @@ class Row:
     """One leaf.
 
     Attributes:
-      bucket: the bucket it is reduced with, or `None` if it travels exactly.
-      route: "compressed", or why not.
-      wire_bytes: bytes one worker sends for it (its share of its bucket's).
+      bucket: the bucket that the leaf is reduced in, or `None` if it travels exactly.
+      route: "compressed", or the reason why it is not.
+      wire_bytes: the bytes that one worker sends for it (its share of its bucket's bytes).
       bits_per_coord: wire bits per coordinate, in units in which a bf16 all-reduce takes 16.
     """
 
@@ -40,19 +40,20 @@ class Explanation:
       rows: one per leaf, in the tree's order.
       n_workers: workers on all axes.
       method: how gradients are compressed.
-      topology: how payloads travel.
-      reason: why this topology, and what is assumed of a cluster that is not this one.
-      wire_bytes: bytes one worker sends in all.
-      outer_wire_bytes: of these, what crosses the outer axes of `Hierarchical`; of another
-        topology all.
-      bf16_wire_bytes: what a bf16 all-reduce of the floating-point leaves would send.
-      bits_per_coord: average over all coordinates, in units in which bf16 takes 16.
-      relative_error: about the |error|² / |sum|² of super-groups of little energy, see
-        `DynamiQ.relative_error`; `None` where the method does not know or nothing is compressed.
-      advice: what to do where that is too much; `None` if it is not.
-      ways: bytes of data parallel training, sharded updates and FSDP, with AdamW; empty where
-        nothing is compressed, or where a method does not scatter. With a rate, wire times, too.
-      fastest: which of the ways takes least time on the wire, in words; `None` without a rate.
+      topology: the route of payloads.
+      reason: why this topology was chosen, and the assumptions about another cluster.
+      wire_bytes: all bytes that one worker sends.
+      outer_wire_bytes: those of these bytes that cross the outer axes of `Hierarchical`; all of
+        them with another topology.
+      bf16_wire_bytes: the bytes that a bf16 all-reduce of the floating-point leaves would send.
+      bits_per_coord: the average over all coordinates, in units in which bf16 takes 16.
+      relative_error: the approximate |error|² / |sum|² of super-groups with little energy, see
+        `DynamiQ.relative_error`; `None` if the method does not know it or nothing is compressed.
+      advice: a remedy if this error is too large, else `None`.
+      ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
+        nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
+      fastest: the way that takes the least time on the wire, in words; `None` without a rate.
+      padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
     """
 
     rows: tuple[Row, ...]
@@ -68,6 +69,7 @@ class Explanation:
     advice: str | None
     ways: tuple[Way, ...] = ()
     fastest: str | None = None
+    padded: tuple[PaddedLeaf, ...] = ()
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
@@ -91,6 +93,8 @@ class Explanation:
         feet = [(name, "", "", "", f"{x:,.0f}", f"{bits * x:.3f}") for name, x in totals]
         if self.ways:
             caption += ["", *lines(self.ways)]
+        if self.padded:
+            caption += ["", _said_of(self.padded, self.n_workers)]
         if self.fastest:
             caption += ["", self.fastest]
         return "\n".join([title, "", *_table(body, feet), "", *caption])
@@ -99,10 +103,10 @@ class Explanation:
         """The explanation with the wire's times at a rate.
 
         Args:
-          rate: as it was given.
+          rate: the rate as it was passed.
           per_second: bytes that a link carries in each direction.
-          per_host: the workers that share a host's link. With several the link carries what all of
-            them send over the outer axes of `Hierarchical`.
+          per_host: the number of workers that share a host's link. If there are several, the link
+            carries the bytes that all of them send over the outer axes of `Hierarchical`.
         """
 
         def ms(sent: float) -> float:
@@ -133,7 +137,7 @@ def explain_grouping(
     routes: Sequence[Route],
     assumed: str | None = None,
 ) -> Explanation:
-    """Explains a grouping, of ``routes`` or the default one, under what these assume."""
+    """Explains a grouping by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
     bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0
@@ -160,6 +164,7 @@ def explain_grouping(
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
     if not any(isinstance(route.runner, TwoLevels) for route in routes):
         outer = total  # one level: all bytes are those of its axes
+    found = ways(grouping, (total, outer), n) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
@@ -174,12 +179,26 @@ def explain_grouping(
         bits_per_coord=bits(total, size),
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
-        ways=ways(grouping, (total, outer), n) if pays else (),
+        ways=found,
+        padded=padded_leaves(grouping, n) if found else (),
+    )
+
+
+def _said_of(padded: Sequence[PaddedLeaf], n_workers: int) -> str:
+    """A line about what sharded updates pad."""
+    count, nbytes = len(padded), sum(leaf.kept_bytes for leaf in padded)
+    shape = lambda lengths: "x".join(map(str, lengths))
+    said = [f"{x.name} {shape(x.shape)} to {shape(x.padded_shape)}" for x in padded[:4]]
+    more = f", and {count - 4} more" if count > 4 else ""
+    leaves = "1 leaf" if count == 1 else f"{count} leaves"
+    return (
+        f"Sharded updates pad {leaves} with zeros, {nbytes:,} bytes of the state of all "
+        f"{n_workers} workers: {', '.join(said)}{more}"
     )
 
 
 def _described(routes: Sequence[Route], methods: Sequence[Method | None]) -> str:
-    """The method, or how many leaves each of several has."""
+    """The method, or the number of leaves for each of several methods."""
     counts = collections.Counter(methods)
     if len(counts) < 2 and None not in counts:
         return repr(routes[0].method)

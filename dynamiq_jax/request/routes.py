@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Self, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -215,8 +215,17 @@ class TwoLevels(Method):
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
         """See `Method`: over the outer axes first, with the bits of a gather over one."""
-        call = call._replace(axis=dataclasses.replace(call.axis, levels=True))
-        return self.method.all_gather(x, call, invarying=invarying)
+        return self.method.all_gather(x, _by_levels(call), invarying=invarying)
+
+    def pack(self, x: Float[Array, " s"], call: Call) -> Any:
+        """See `Method`."""
+        return self.method.pack(x, _by_levels(call))
+
+    def unpack(
+        self, packed: Any, size: int, dtype: Any, call: Call, *, invarying: bool = False
+    ) -> Float[Array, "n s"]:
+        """See `Method`: payloads travel over the outer axes first."""
+        return self.method.unpack(packed, size, dtype, _by_levels(call), invarying=invarying)
 
     def _scatter_inside(self, rows: Float[Array, "n s"], inner: Axis, seed: Seed) -> Array:
         """The sum of ``rows`` over the inner axis: every worker gets the row of its number."""
@@ -239,3 +248,8 @@ class TwoLevels(Method):
         if n_workers > self.n_inner:
             found.append((n_workers // self.n_inner, self.outer, "all_reduce"))
         return found
+
+
+def _by_levels(call: Call) -> Call:
+    """The call with an axis that gathers over the outer axes first."""
+    return call._replace(axis=dataclasses.replace(call.axis, levels=True))

@@ -1,5 +1,6 @@
 """Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.tree.leaves import Bucket, Grouping
+from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf
+from dynamiq_jax.tree.padding import Padding, split_dimension
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
 """The default encoding of parameters' differences; docs/training-quality.md has the losses."""
@@ -42,6 +44,46 @@ class Way:
     wire_ms: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedLeaf:
+    """A leaf that sharded updates pad with zeros, since no dimension divides by the workers.
+
+    Attributes:
+      name: the leaf's.
+      shape: of what one device holds of the parameter, which stays as it is.
+      padded_shape: of the master and of the inner optimizer's state.
+      kept_bytes: of the zeros, in the f32 masters and AdamW's moments of all workers together.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    padded_shape: tuple[int, ...]
+    kept_bytes: int
+
+
+def padded_leaves(grouping: Grouping, n_workers: int) -> tuple[PaddedLeaf, ...]:
+    """The leaves of a grouping's buckets that `dq.optax.sharded` pads."""
+    leaves = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    found = []
+    for leaf in sorted(leaves, key=lambda leaf: leaf.index):
+        padding = _padding(leaf, n_workers)
+        if padding is not None and padding.zeros:
+            shape = padding.padded_shape(leaf.shape)
+            nbytes = (4 + MOMENTS) * (math.prod(shape) - leaf.size)
+            found.append(PaddedLeaf(leaf.name, leaf.shape, shape, nbytes))
+    return tuple(found)
+
+
+def _padding(leaf: Leaf, n_workers: int) -> Padding | None:
+    """How `dq.optax.sharded` pads a leaf; `None` if workers cannot split it."""
+    parts = zip(leaf.shape, leaf.whole or leaf.shape, strict=True)
+    taken = [d for d, (own, whole) in enumerate(parts) if own != whole]
+    dimension = split_dimension(leaf.shape, n_workers, taken)
+    if dimension is None:
+        return None
+    return Padding(dimension, -leaf.shape[dimension] % n_workers)
+
+
 def bytes_per_second(rate: str) -> float:
     """The bytes per second of a link's rate, from a text such as "25gbit", "25Gb/s" or "3.1GB/s".
 
@@ -73,18 +115,30 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     kept = sum(leaf.nbytes + MOMENTS * leaf.size for leaf in whole)
     split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
     size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
-    scattered, differences, parameters = (
-        np.sum([_half_bytes(bucket, gathers) for bucket in grouping.buckets], axis=0)
-        for gathers in (None, DIFFERENCES, PARAMETERS)
+    # Sharded updates pad leaves, and keep whole those that workers cannot split.
+    left = [leaf for leaf in split if _padding(leaf, n) is None]
+    padded_size = sum(_padded_size(bucket, n) for bucket in grouping.buckets)
+    scattered, parameters = (
+        np.sum([_half_bytes(bucket, bucket.size, how) for bucket in grouping.buckets], axis=0)
+        for how in (None, PARAMETERS)
+    )
+    updates = np.sum(
+        [
+            _half_bytes(bucket, _padded_size(bucket, n), how)
+            for bucket in grouping.buckets
+            for how in (None, DIFFERENCES)
+        ],
+        axis=0,
     )
     gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
+    masters = (4 + MOMENTS) * (padded_size / n + sum(leaf.size for leaf in left))  # f32
     rows = (
         ("data parallel", "dq.psum", all_reduced, copies + MOMENTS * size, nbytes),
         (
             "sharded updates",
             "dq.optax.sharded",
-            exact + scattered + differences,
-            copies + (4 + MOMENTS) * size / n,  # f32 masters
+            exact + share * sum(leaf.nbytes for leaf in left) + updates,
+            copies + masters,
             nbytes,
         ),
         (
@@ -101,10 +155,16 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     )
 
 
-def _half_bytes(bucket: Bucket, gathers: Method | None) -> np.ndarray:
-    """Bytes to scatter a bucket, or to gather it by a method: in all, and on the outer axes."""
+def _padded_size(bucket: Bucket, n_workers: int) -> int:
+    """Coordinates of a bucket in sharded updates, with the zeros of its leaves."""
+    found = [(leaf.shape, _padding(leaf, n_workers)) for leaf in bucket.leaves]
+    return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
+
+
+def _half_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
+    """Bytes to scatter so many coordinates, or to gather them: in all, and on the outer axes."""
     route = bucket.route
-    return np.array(route.half_wire_bits(-(-bucket.size // route.n_workers), gathers)) / 8
+    return np.array(route.half_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 
 def lines(found: Sequence[Way]) -> list[str]:

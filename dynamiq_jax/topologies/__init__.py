@@ -1,4 +1,4 @@
-"""Topologies: schedules of who encodes which chunk when, for whom."""
+"""Topologies: schedules that say which worker encodes which chunk, when, and for which worker."""
 
 from dynamiq_jax.topologies.base import Rounds, Stage, Step, Topology, steps_of
 from dynamiq_jax.topologies.butterfly import Butterfly

@@ -1,17 +1,19 @@
-"""Topologies: schedules of who encodes which chunk when, for whom. It moves nothing.
+"""Topologies: schedules that say which worker encodes which chunk, when, and for which worker.
 
-A *chunk* is reduced along an in-tree of workers that ends at its *owner*. Every worker encodes
-every chunk once: its own share, plus all that has arrived for the chunk in earlier steps. Encodings
-of other workers' chunks are sent on, and the owner's encoding of the finished sum, the *sink*, is
-gathered by all. *Executors* (`dynamiq_jax.executors`) run schedules.
+A topology does not send data. A *chunk* is reduced along an in-tree of workers that ends at its
+*owner*. Every worker encodes every chunk once: its own share, plus all payloads that arrived for
+the chunk in earlier steps. Workers send on the encodings of other workers' chunks, and all workers
+gather the owner's encoding of the finished sum, the *sink*. *Executors* (`dynamiq_jax.executors`)
+run schedules.
 
-Encodings that share their bits and their plan of widths form a *stage*; the sinks are the last one.
-A *slot* numbers the encodings of one chunk, so that a codec can correlate their rounding; every
-(chunk, slot) is used at most once. The slot of a sink may depend on the owner (`sink_slot`).
+Encodings that share their bits and their plan of widths form a *stage*; the last stage has the
+sinks. A *slot* is the index of an encoding of one chunk, so that a codec can correlate their
+rounding; every (chunk, slot) is used at most once. The slot of a sink may depend on the owner
+(`sink_slot`).
 
-Here, chunks have the numbers of their owners. With several *streams* each of them stands for as
-many chunks that take the same way independently: the kernel of one runs under the transfer of
-another.
+Here, chunks have the indices of their owners. With several *streams* each index means that many
+chunks. They take the same route independently, so that the kernels of one overlap with the
+transfers of another.
 """
 
 import dataclasses
@@ -27,34 +29,35 @@ import numpy as np
 from dynamiq_jax.fields import Options, check_fields
 
 Worker = Any
-"""The number of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
+"""The index of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
 
 
 Transport = Literal["collectives", "permutes", "push"]
-"""The mover of payloads. "collectives": all-to-all and all-gather where all workers send to all.
-"permutes": one ppermute for every payload, which travels as soon as it is encoded; for links that
+"""How payloads are sent. "collectives": an all-to-all or an all-gather, if all workers send to all.
+"permutes": one ppermute for every payload, which is sent as soon as it is encoded; for links that
 ppermutes use best (`dynamiq_jax.core.xla`). "push": kernels write into the memory of the other
-GPUs. One does an all-reduce of one stream (`pallas_kernels.all_reduce`) if the codec has it; else
-each exchange is one (`pallas_kernels.exchange`). They run on the stream of all other kernels, which
-wait for them. Push takes one process, up to 8 GPUs from Hopper on, and steps from all to all alone;
-nothing chooses it by itself."""
+GPUs. If the codec supports it, one kernel does an all-reduce of one stream
+(`pallas_kernels.all_reduce`); else each exchange is one kernel (`pallas_kernels.exchange`). Push
+kernels share a CUDA stream with all other kernels, which wait for them. Push needs one process, up
+to 8 GPUs (Hopper or newer), and steps in which all workers send to all; it is never chosen
+automatically."""
 
 
 class Stage(NamedTuple):
     """Static facts of one stage of an all-reduce."""
 
     sent: int
-    """Payloads that one worker sends in it, for one stream."""
+    """The number of payloads that one worker sends in this stage, for one stream."""
     slots: range
-    """The slots of one chunk's encodings; of the last stage those of all sinks."""
+    """The slots of one chunk's encodings; in the last stage, the slots of all sinks."""
     error: float
-    """The stage's share in the error at equal bits, where that of the sink is 1: the energy of all
-    that is encoded of one chunk, for gradients that are unrelated between workers, halved since
-    the rounding errors of paired encoders cancel in part."""
+    """The stage's share of the error at equal bits, relative to the sink's, which is 1: the energy
+    of all encoded values of one chunk, for gradients that are independent between workers, halved
+    since the rounding errors of paired encoders partly cancel."""
 
 
 class Step(NamedTuple):
-    """One exchange: every worker encodes chunks and sends the payloads."""
+    """One exchange: every worker encodes some chunks and sends the payloads."""
 
     stage: int
     """The stage of all its encodings."""
@@ -63,29 +66,29 @@ class Step(NamedTuple):
     slot: Callable[[Worker], Any]
     """(worker) -> the slot of its encodings."""
     to: Callable[[Worker], Worker] | None = None
-    """(worker) -> who gets its k payloads: a permutation. `None`: every chunk's owner gets its own,
-    where k = n and worker i owns the i-th; what a worker would send to itself is left out."""
+    """(worker) -> the worker that gets its k payloads: a permutation. `None`: every chunk is sent
+    to its owner, where k = n and worker i owns chunk i; a worker does not send to itself."""
 
 
 class Rounds(NamedTuple):
-    """Steps in a row that differ in numbers alone."""
+    """Successive steps that differ only in their numbers."""
 
     length: int
-    """How many."""
+    """The number of steps."""
     step: Callable[[Any], Step]
-    """The step of a round, by its number: an int, in a loop an int32 scalar."""
+    """(round) -> its step; the round is an int, or an int32 scalar in a loop."""
     looped: bool = False
-    """Whether they run as a loop, so that program size does not grow with their number. Then all
-    that a worker receives in a round, and nothing else, goes into what it encodes in the next;
-    stage and receivers are the same in all rounds."""
+    """Whether the steps run as a loop, so that program size does not grow with their number. Then
+    the encodings of a round include all payloads of the previous round, and no others; stage and
+    receivers are the same in all rounds."""
 
 
 Schedule = tuple[Rounds, ...]
-"""All steps of an all-reduce but for the gathering of the sinks."""
+"""All steps of an all-reduce, except that the sinks are gathered."""
 
 
 def permuted(schedule: Schedule, n_workers: int) -> Schedule:
-    """The schedule with n - 1 permutations in the place of every step from all workers to all."""
+    """The schedule with n - 1 permutations instead of every step in which all send to all."""
 
     def shift(step: Step, by: int) -> Rounds:
         one = np.full(1, by, np.int32)
@@ -108,17 +111,17 @@ def steps_of(schedule: Schedule) -> Iterator[Step]:
 
 
 def chunk_table(step: Step, n_workers: int) -> np.ndarray:
-    """The owners of the chunks that every worker encodes in a step, int32[n, k]."""
+    """The owners of the chunks that each worker encodes in a step, int32[n, k]."""
     chunks = step.chunks(np.arange(n_workers, dtype=np.int32)[:, None])
     return np.broadcast_to(chunks, (n_workers, chunks.shape[-1]))
 
 
 MOST_CHECKED = 1024
-"""Workers up to which `check_schedule` looks: its tables have their square."""
+"""The most workers for which `check_schedule` checks: its tables grow with their square."""
 
 
 def check_schedule(topology: "Topology", n_workers: int) -> None:
-    """Refuses a schedule unless it brings each worker's share of each chunk to its owner once."""
+    """Refuses a schedule unless it sends each worker's share of each chunk to the owner once."""
     steps = steps_of(topology.schedule(n_workers))
     if topology.transport == "push" and any(step.to is not None for step in steps):
         raise ValueError(
@@ -131,10 +134,11 @@ def check_schedule(topology: "Topology", n_workers: int) -> None:
 
 @functools.lru_cache(maxsize=64)
 def gradients_in(topology: "Topology", n_workers: int) -> np.ndarray:
-    """How many gradients each slot's encoding holds, by the owner of the chunk: int32[slots, n].
+    """The number of gradients in each slot's encoding, by the owner of the chunk: int32[slots, n].
 
-    What a worker would send to itself counts as none, and so does a sink, which nobody adds. It
-    refuses what is sent twice or to oneself, and an owner that does not get all gradients.
+    A payload that a worker would send to itself counts as 0 gradients, and so does a sink, which is
+    not added to anything. The function refuses a schedule that sends a chunk twice or to the
+    sender, and one whose owners do not get all gradients.
     """
     found = np.zeros((n_slots(topology.stages(n_workers)), n_workers), np.int32)
     workers = np.arange(n_workers, dtype=np.int32)[:, None]
@@ -170,23 +174,23 @@ class Levels(NamedTuple):
     """The topologies of the two levels of a reduction."""
 
     inner: "Topology | None"
-    """The topology of the last axis; `None`: native collectives."""
+    """The topology of the last axis; `None` means native collectives."""
     outer: "Topology"
     """The topology of all other workers."""
     n_inner: int
-    """Workers on the inner level; 1 where there is no such level."""
+    """The number of workers on the inner level; 1 if there is no such level."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology(Options, ABC):
-    """How chunks travel on one level. Subclasses are frozen dataclasses of static options.
+    """The route of chunks on one level. Subclasses are frozen dataclasses of static options.
 
     Attributes:
-      streams: independent chunks per worker: kernels of one run under the transfers of another.
+      streams: independent chunks per worker; kernels of one overlap with the transfers of another.
         Default: 2 from 2^25 coordinates on, 1 below.
-      balance: bits per coordinate that the stages before the last get beyond the last one; the
-        average is the method's ``bits`` in any case. `None`: as
-        `dynamiq_jax.methods.dynamiq.allocation` shares them out.
+      balance: the additional bits per coordinate that the stages before the last get, compared with
+        the last stage; the average is always the method's ``bits``. `None`:
+        `dynamiq_jax.methods.dynamiq.allocation` distributes the bits.
       transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
         `dynamiq_jax.topologies.choice`.
     """
@@ -196,7 +200,7 @@ class Topology(Options, ABC):
     transport: Transport | None = None
 
     def __post_init__(self):
-        """Refuses fields of a wrong type, less than one stream, and balances beyond 16 bits."""
+        """Refuses fields of a wrong type, fewer than one stream, and balances beyond 16 bits."""
         check_fields(self)
         if self.streams is not None and self.streams < 1:
             raise ValueError(f"streams={self.streams} must be at least 1")
@@ -207,52 +211,52 @@ class Topology(Options, ABC):
             )
 
     def check(self, n_workers: int) -> None:  # noqa: B027
-        """Raises ValueError if it cannot serve that many workers."""
+        """Raises ValueError if the topology does not support this number of workers."""
 
     @abstractmethod
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
-        """The stages of an all-reduce; a reduce-scatter has all but the last."""
+        """The stages of an all-reduce; a reduce-scatter has all stages but the last."""
 
     def chunks_per_worker(self, size: int) -> int:
-        """Into how many streams each worker's share of ``size`` coordinates is cut."""
+        """The number of streams into which each worker's share of ``size`` coordinates is cut."""
         return self.streams_for(size, 2, 2**24)
 
     def streams_for(self, size: int, most: int, worth: int) -> int:
-        """The streams that were passed; else one for ``worth`` coordinates each, up to ``most``."""
+        """The option `streams`; by default one for every ``worth`` coordinates, up to ``most``."""
         if self.streams is not None:
             return min(self.streams, max(1, size))
         return min(most, max(1, size // worth))
 
     @abstractmethod
     def schedule(self, n_workers: int) -> Schedule:
-        """Who sends what to whom until the owners have all that belongs to their sums."""
+        """The steps after which the owners have received all terms of their sums."""
 
-    # What `Hierarchical` has, too: sizes are those of the axes, the outermost first.
+    # `Hierarchical` has these methods, too: sizes are those of the axes, the outermost first.
 
     def levels(self, sizes: tuple[int, ...]) -> Levels:
-        """The levels on axes of these sizes: here one of all workers."""
+        """The levels on axes of these sizes: here one level with all workers."""
         return Levels(None, self, 1)
 
     def on(self, sizes: tuple[int, ...]) -> Self:
-        """The topology that serves axes of these sizes; raises ValueError if it cannot."""
+        """The topology for axes of these sizes; raises ValueError if it does not support them."""
         self.check(math.prod(sizes))
         return self
 
     def over(self, names: tuple[str, ...], axes: tuple[str, ...]) -> Self:
-        """The topology for the axes ``names``, some of all ``axes``."""
+        """The topology for the axes ``names``, a subset of all ``axes``."""
         return self
 
     def with_transport(self, transport: Transport) -> Self:
-        """The topology with its transport filled in where it says none."""
+        """The topology with this transport, unless it names another one."""
         return dataclasses.replace(self, transport=self.transport or transport)
 
 
 def sink_slot(stages: tuple[Stage, ...], owner: Worker) -> Worker:
-    """The slot of the sink of this worker's chunks: the owners take the last stage's in turn."""
+    """The slot of the sink of this worker's chunks: owners use the last stage's slots in turn."""
     slots = stages[-1].slots
     return slots.start + owner % len(slots)
 
 
 def n_slots(stages: tuple[Stage, ...]) -> int:
-    """How many slots one chunk has."""
+    """The number of slots of one chunk."""
     return max(stage.slots.stop for stage in stages)

@@ -1,17 +1,18 @@
-"""Which topology `topology=None` means: a rule of facts that all workers share.
+"""The topology that `topology=None` chooses, by a rule from facts that all workers share.
 
-1. All devices in one process, or in one NVLink domain: `Direct`, whatever their number.
-2. Several axes of more than one worker: `Hierarchical`. Its outer topology is `Butterfly` among a
-   power of two of hosts, else `Ring`, or `Direct` beyond `MANY` hosts (`across_hosts`).
-3. One axis: `Butterfly` if it has a power of two of workers, else `Ring`. On an axis that numbers
-   its workers host by host both keep the traffic between hosts as low as a hierarchy would.
-   `Direct` would send all of a host's gradients off it.
+1. All devices are in one process, or in one NVLink domain: `Direct`, for any number of workers.
+2. Several axes have more than one worker: `Hierarchical`. Its outer topology is `Butterfly` if the
+   number of hosts is a power of two, else `Ring`, or `Direct` for more than `MANY` hosts
+   (`across_hosts`).
+3. There is one axis: `Butterfly` if its number of workers is a power of two, else `Ring`. If the
+   axis numbers its workers host by host, both keep the traffic between hosts as low as a hierarchy
+   would. `Direct` would send all gradients of a host to other hosts.
 
-`explain` may be told of more workers than JAX has devices. JAX's devices say nothing about those:
-rules 2 and 3 serve, and `assumed` says so.
+`explain` may be asked about more workers than JAX has devices. JAX's devices give no information
+about these workers, so rules 2 and 3 apply, and `assumed` says so.
 
-What `transport=None` of a topology means: "permutes" among up to `COPYING` workers where ppermutes
-are copies by engines (`dynamiq_jax.core.xla`), else "collectives"; never "push".
+The transport that `transport=None` chooses: "permutes" for up to `COPYING` workers if copy engines
+execute ppermutes (`dynamiq_jax.core.xla`), else "collectives"; never "push".
 """
 
 import math
@@ -27,8 +28,9 @@ from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical,
 from dynamiq_jax.topologies.ring import Ring
 
 COPYING = 4
-"""The most workers whose payloads are copied by engines. A sum of 32 MiB takes 377 µs by the 6
-copies of four H200, and 1608 by the 14 of eight (`benchmarks/crossover.py`, JAX 0.11.2)."""
+"""The largest number of workers for which copy engines send payloads. A sum of 32 MiB takes 377 µs
+with the 6 copies of four H200, and 1608 with the 14 of eight (`benchmarks/crossover.py`, JAX
+0.11.2)."""
 
 
 def assumed(sizes: tuple[int, ...]) -> str | None:
@@ -45,7 +47,7 @@ def assumed(sizes: tuple[int, ...]) -> str | None:
 
 
 def automatic(sizes: tuple[int, ...], *, here: bool = True) -> tuple[AnyTopology, str]:
-    """The choice for axes of these sizes, and its reason; ``here``: of JAX's devices."""
+    """The topology for axes of these sizes, and the reason; ``here``: they are of JAX's devices."""
     if here and in_one_domain():
         domain = "all devices are in one process or NVLink domain"
         return Direct(), f"{domain}, where Direct errs least"
@@ -71,10 +73,10 @@ def with_transport(
     n_workers: int,
     here: bool = True,
 ) -> tuple[AnyTopology, str | None]:
-    """Fills in the transport of a topology, of both levels.
+    """Chooses the transport of a topology, on both levels.
 
-    No engines are known of unless the workers are JAX's devices (``here``). Returns the topology,
-    and what is to be said of its transfers: why engines copy, or that these start early.
+    Copy engines are considered only if the workers are JAX's devices (``here``). Returns the
+    topology, and a note on its transfers: why copy engines are used, or that transfers start early.
     """
     engines = copy_engines() if here and transport is None else None
     if engines is None:

@@ -1,7 +1,7 @@
-"""Direct: every worker sends its share of every chunk straight to the chunk's owner.
+"""Direct: every worker sends its share of every chunk directly to the chunk's owner.
 
-Whatever n, it has the least error of all topologies, and the fewest kernels. Every pair of workers
-must be able to talk at full rate, as within one NVLink domain.
+For any n it has the smallest error of all topologies, and the fewest kernels. Every pair of workers
+must be able to communicate at full rate, as in one NVLink domain.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ class Direct(Topology):
 
     Attributes:
       streams: independent chunks per worker. Default: one for every 2^26 coordinates, up to 4.
-        Permutes send more messages for a chunk, so they have one for every 2^27, up to 2. Push
-        kernels overlap with nothing, and have one.
-      balance: this and all others as in `dynamiq_jax.topologies.Topology`.
+        Permutes send more messages for a chunk, so their default is one for every 2^27, up to 2.
+        Push kernels do not overlap with other work, so their default is one.
+      balance: this and all other fields are as in `dynamiq_jax.topologies.Topology`.
     """
 
     def stages(self, n_workers: int) -> tuple[Stage, ...]:
         """The all-to-all and the all-gather.
 
-        Every worker has the slot of its number. The owner does not send its own chunk: the slot is
-        free for the sink, so that no encoding but one of an odd number is without a partner.
+        The slot of every worker is its index. The owner does not send its own chunk, so the sink
+        uses this slot. Every encoding then has a partner, except one if their number is odd.
         """
         n = n_workers
         return Stage(n - 1, range(n), (n - 1) / (2 * n)), Stage(n - 1, range(n), 1.0)
 
     def chunks_per_worker(self, size: int) -> int:
-        """As many as were passed; else as the class says."""
+        """The option `streams`, or the default that the class documents."""
         limits = {"collectives": (4, 2**26), "permutes": (2, 2**27), "push": (1, 1)}
         most, worth = limits[self.transport or "collectives"]
         return self.streams_for(size, most, worth)

@@ -1,7 +1,7 @@
 """Ring: n-1 hops to the next worker.
 
 Chunks of worker c start at worker c+1 and end at worker c. At every hop all workers send to their
-right neighbour, so that one permutation serves all hops.
+right neighbour, so all hops use the same permutation.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Ring(Topology):
     Attributes:
       unroll_up_to: rings of at most this many workers are unrolled into the program; larger ones
         loop over their hops, so that program size and compile time do not grow with n.
-      streams: this and all others as in `dynamiq_jax.topologies.Topology`.
+      streams: this and all other fields are as in `dynamiq_jax.topologies.Topology`.
     """
 
     unroll_up_to: int = 16

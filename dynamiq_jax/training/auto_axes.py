@@ -71,7 +71,7 @@ class StaticArguments(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What is static of a call: the facts for which a program is compiled."""
+    """Static facts of a call, the ones for which a program is compiled."""
 
     told: StaticArguments
     placed: tuple[P, ...]
@@ -331,12 +331,12 @@ class AutoGrad:
 def same_everywhere(
     function: Callable[..., Any], params: Any, arrays: Any, axis: Axis
 ) -> list[bool] | None:
-    """Of which results of ``function(params, arrays)`` JAX knows that all workers have the same.
+    """For each result of ``function(params, arrays)``, whether all workers have the same by type.
 
-    Here it knows that of the parameters, whose type is that they vary so that their gradients are
-    terms. A result that depends on a worker's own examples, number or keys is not the same, unless
-    a `psum` or the like has made it so. `None` if the function cannot be traced with parameters of
-    that type, such as a scan with a parameter as its first carry.
+    Here it knows this for the parameters, although they are typed as varying so that their
+    gradients are terms. A result that depends on a worker's own examples, number or keys is not the
+    same, unless a `psum` or the like has made it so. `None` if the function cannot be traced with
+    parameters of that type, such as a scan with a parameter as its first carry.
     """
     found: list[bool] = []
 

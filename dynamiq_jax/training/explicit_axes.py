@@ -60,17 +60,17 @@ class _Leaves(NamedTuple):
     placed: list[P]
     """How each is sharded."""
     large: set[int]
-    """Those that the request compresses."""
+    """Leaves that the method compresses."""
     own: set[int]
     """Shards over data axes that the loss takes as they are."""
     gathered: set[int]
     """Shards over data axes that are gathered before the loss."""
     deferred: set[int]
-    """Those that the loss takes typed as reduced, so that their gradients stay unreduced."""
+    """Leaves that the loss takes typed as reduced, so that their gradients stay unreduced."""
 
 
 class _Found(NamedTuple):
-    """What differentiation gives: the value, and by leaf gradients that are terms or sums."""
+    """The results of differentiation: the value, and by leaf gradients that are terms or sums."""
 
     value: Any
     """The loss; with aux if there is one."""

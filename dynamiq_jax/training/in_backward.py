@@ -1,4 +1,4 @@
-"""Reductions where parameters are used: the backward pass returns reduced gradients."""
+"""Reductions at the place where parameters are used: the backward pass reduces gradients."""
 
 from typing import Any
 
@@ -33,11 +33,11 @@ def reduce_in_backward(
 ) -> Any:
     """Reduces gradients in a worker's loss (in maps) or in the global batch's (outside of maps).
 
-    Parameters that are shards are gathered on the way forward. Both travel compressed.
+    Sharded parameters are gathered in the forward pass. Gathers and reductions are compressed.
 
-    It stands in the loss, where parameters are used. Replicated parameters are returned as they
-    are, cast to varying, and the derivative is `dq.reduce`. So `jax.grad` of such a loss gives
-    reduced gradients, in a scan over layers layer by layer:
+    Call it in the loss, where parameters are used. It returns replicated parameters unchanged, cast
+    to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss returns reduced
+    gradients; in a scan over layers they are reduced layer by layer:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
             return block(dq.reduce_in_backward(params, "data"), x), None
@@ -50,14 +50,14 @@ def reduce_in_backward(
             own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), shards)
             return block(dq.reduce_in_backward(own, "data", specs=P("data")), x), None
 
-    Cast shards to the dtype that the layer computes in, which whole parameters then have. With
-    several axes leaves are gathered over those in their specs, scattered over them and all-reduced
-    over the others (HSDP).
+    Cast shards to the dtype in which the layer computes; whole parameters then have this dtype.
+    With several axes, leaves are gathered over the axes in their specs, and their gradients are
+    scattered over these and all-reduced over the others (HSDP).
 
-    **Sharded updates (ZeRO-1).** With ``copies``, the whole parameters that every worker holds,
-    nothing is gathered. The loss takes the copies, and ``params`` are the masters of
-    `dq.optax.sharded`, whose gradients come back as this worker's slices, reduced. ``update`` takes
-    these as they are:
+    **Sharded updates (ZeRO-1).** Every worker holds the whole parameters and passes them as
+    ``copies``, so nothing is gathered. The loss takes the copies, and ``params`` are the masters of
+    `dq.optax.sharded`. Their gradients are this worker's slices, reduced. Pass them to ``update``
+    unchanged:
 
         def loss(masters):
             options = {"specs": dq.optax.state_specs(state).masters, "copies": params}
@@ -65,49 +65,49 @@ def reduce_in_backward(
 
         updates, state = optimizer.update(jax.grad(loss)(state.masters), state, params)
 
-    **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards, and
-    others pass. The call stands in a loss of global arrays, and `value_and_grad` of this library
-    differentiates it, and sums the gradients of other parameters, too. The derivative by `jax.grad`
-    is refused: JAX's seed is a constant, which XLA counts once for every device. JAX cannot type
-    parameters as reduced that are used elementwise with examples, such as a bias: leave them to it
-    by ``Compression(exclude=...)``.
+    **Outside of maps, on a mesh of Explicit axes,** types say which parameters are shards; other
+    parameters are returned unchanged. Call it in a loss of global arrays, and differentiate the
+    loss with `value_and_grad` of this library, which also sums the gradients of other parameters.
+    `jax.grad` is refused: its seed is a constant, which XLA counts once for every device. JAX
+    cannot type parameters as reduced if they are used elementwise with examples, such as a bias:
+    let JAX sum them by ``Compression(exclude=...)``.
 
-    * Inside of maps the loss is this worker's own, without `psum` or `pmean` in it, and `jax.grad`
-      is inside the map: the derivative of a loss that is averaged already has a 1 / n of its own.
-      `jax.grad` around a `jax.shard_map` with ``check_vma=True`` is refused.
-    * All leaves of one call share buckets, and small ones travel exactly, as in `reduce`: call it
-      with a whole layer. ``Format(scale_axis="auto")`` looks at these leaves alone.
-    * Parameters that are used twice pass once, above both uses.
-    * Not inside `dq.value_and_grad` on Auto axes, which reduces by itself. What runs outside of any
-      map, such as an evaluation, takes the model without it (Auto axes).
-    * Derivatives are of the first order, in reverse mode.
+    * Inside of maps the loss is that of this worker, without `psum` or `pmean` in it, and
+      `jax.grad` is inside the map: if the loss is already averaged, its derivative has another
+      factor 1 / n. `jax.grad` around a `jax.shard_map` with ``check_vma=True`` is refused.
+    * All leaves of one call share buckets, and small leaves travel exactly, as in `reduce`: call it
+      with a whole layer. ``Format(scale_axis="auto")`` considers only these leaves.
+    * If parameters are used twice, call it once, before both uses.
+    * Do not call it inside `dq.value_and_grad` on Auto axes, which reduces by itself. On Auto axes,
+      code outside of any map, such as an evaluation, needs the model without this call.
+    * Only first derivatives in reverse mode are supported.
 
     Args:
-      params: any pytree; integers and the like pass. Where it has such leaves, ``compression`` by
-        path and ``specs`` see `None` in their place.
+      params: any pytree; integers and similar leaves are returned unchanged. A ``compression`` by
+        path and ``specs`` see `None` for such leaves.
       axis_name: as for `psum`; all axes that split the batch.
-      op: "mean" or "sum". Outside of maps it does not count: the loss is that of all examples.
-      compression: as for `psum`; none with memory, which has nowhere to go. By path it sees the
-        shapes of whole leaves.
-      key: as for `psum`. In a scan all layers see the same key, and round alike: fold in the
-        layer's number, or leave it out.
-      specs: as for `psum`; and which leaves are shards, of which dimension: a PartitionSpec that
-        names ``axis_name``, or some of its axes. Outside of maps types say it.
-      gather: how shards are gathered, as ``compression``: default ``DynamiQ(bits=8)``, with the
-        limits of ``compression`` and without the leaves that it excludes. ``BF16()`` and ``F32()``
-        are native all-gathers of 16 bits and of the leaf's own.
-      copies: inside of maps: a tree like ``params`` of whole leaves, with the same bits on all
-        workers, in any floating-point dtype. Gradients take the dtype of ``params``.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      op: "mean" or "sum". It has no effect outside of maps, where the loss is that of all examples.
+      compression: as for `psum`, without memory, since a backward pass cannot return a state. A
+        function of the path gets the shapes of whole leaves.
+      key: as for `psum`. In a scan all layers get the same key, and round in the same way: fold in
+        the layer's index, or pass no key.
+      specs: as for `psum`. A PartitionSpec that names ``axis_name``, or some of its axes, also says
+        that a leaf is a shard, and along which dimension. Outside of maps types say this.
+      gather: how shards are gathered, like ``compression``. Default: ``DynamiQ(bits=8)``, with the
+        same limits and exclusions as ``compression``. ``BF16()`` and ``F32()`` are native
+        all-gathers in 16 bits and in the leaf's dtype.
+      copies: inside of maps, a tree like ``params`` of whole leaves, with the same bits on all
+        workers, in any floating-point dtype. Gradients have the dtype of ``params``.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      A tree like ``params``, of whole leaves, varying over the axis; with ``copies`` these.
+      A tree like ``params`` of whole leaves that vary over the axis; with ``copies``, the copies.
 
     Raises:
-      ValueError: ``op`` is neither, a method has memory, ``specs`` do not fit or call a leaf a
-        shard that is the same on all workers, ``copies`` have other shapes than whole ``params``,
-        or are differentiated; in the backward pass, what `reduce` raises, that
-        `jax.grad` is outside of the map, or that it is not `value_and_grad`'s, outside of maps.
+      ValueError: ``op`` is neither of these; a method has memory; ``specs`` do not fit, or make a
+        shard of a leaf that is the same on all workers; ``copies`` do not have the shapes of whole
+        ``params``, or are differentiated. In the backward pass: as for `reduce`; `jax.grad` is
+        outside of the map; or, outside of maps, the derivative is not by `value_and_grad`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
@@ -137,9 +137,9 @@ def reduce_in_backward(
 
 
 class Reducer:
-    """Reduces gradients of ``params``, as `dq.reduce` does; checks the options first.
+    """Checks the options, and reduces gradients of ``params`` like `dq.reduce`.
 
-    Leaves whose ``specs`` name the axis are shards, gathered unless all workers have ``copies``.
+    Leaves whose ``specs`` name the axis are shards; they are gathered unless there are ``copies``.
     """
 
     def __init__(
@@ -153,10 +153,10 @@ class Reducer:
     ):
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         sizes, compression = axis_sizes(total.axis, caller), total.compression
-        total, whole = total.of_shards(params, specs)
+        total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         self.whole = total.whole
-        """Gathers the leaves of a tree that are shards, with the words of a key; others pass."""
+        """Gathers the shards in a tree, with the words of a key; other leaves stay unchanged."""
         self.reduce = total.some(moving).reduce
         """Reduces gradients that move, with the words of a key; those of shards to shards."""
         if copies is not None:
@@ -168,7 +168,7 @@ class Reducer:
         self._axis, self._caller, self.specs = total.axis, caller, specs
 
     def moving(self, gradients: Any) -> Any:
-        """The gradients but for those of integers, which are float0."""
+        """The gradients, except those of integers, which are float0."""
         if self._axis.tracked and transposes_a_map():
             raise ValueError(
                 f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "
@@ -214,7 +214,7 @@ def constant_copies(copies: Any) -> Any:
 
 
 def _constant(x: Any, error: Exception) -> Any:
-    """``x``, of which a derivative raises the error."""
+    """``x``; its derivative raises the error."""
 
     @jax.custom_jvp
     def same(x):
@@ -228,7 +228,7 @@ def _constant(x: Any, error: Exception) -> Any:
 
 
 def _check_copies(copies: Any, whole: Any) -> None:
-    """Refuses copies that are not like the parameters, gathered."""
+    """Refuses copies whose shapes differ from those of the gathered parameters."""
     if jax.tree.structure(copies) != jax.tree.structure(whole):
         raise ValueError(
             f"copies are {jax.tree.structure(copies)}, and params are "
@@ -245,7 +245,7 @@ def _check_copies(copies: Any, whole: Any) -> None:
 
 
 def _check_memory(params: Any, compression: Compression, sizes: tuple[int, ...]) -> None:
-    """Refuses methods with memory ahead of the backward pass."""
+    """Refuses methods with memory before the backward pass."""
     for method in dict.fromkeys(compression.methods_of(describe_leaves(params))):
         if method is None:
             continue

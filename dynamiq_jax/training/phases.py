@@ -89,7 +89,7 @@ class Traced(NamedTuple):
     """Sums of small arrays that no other collective waits for, and what is made of them. They run
     when the result is read: XLA then makes one sum of those of several functions."""
     seeding: tuple[Operation, ...]
-    """What is computed from a key alone. It is no part of `computations`."""
+    """The operations that depend only on a key. They are not part of `computations`."""
     seeds: tuple[Slot, ...]
     """The slots that `seeding` makes and others take."""
     constants: dict[Slot, Any]

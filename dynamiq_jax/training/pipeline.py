@@ -1,25 +1,27 @@
-"""Functions one after another, whose gradients are reduced beside the backward pass: a pipeline.
+"""A pipeline of functions whose gradients are reduced while the backward pass goes on.
 
-A reduction takes several rounds of collectives (`training.phases`). Between the backward passes
-of two functions stand two barriers: what has arrived waits for the one before, the one after waits
-for the kernels that make of it what is sent next. So each round of a reduction travels beside the
-backward pass of one function, and reductions of several functions are under way at a time::
+A reduction has several rounds of collectives (`training.phases`). There are two barriers between
+the backward passes of two functions. Payloads that have arrived wait for the earlier backward pass;
+the later backward pass waits for the kernels that compute the next payloads. So each round of a
+reduction overlaps with the backward pass of one function, and reductions of several functions run
+at the same time::
 
     backward of function    9       8       7       6       5
     of function 10        stats   first  second
     of function 9                 stats   first  second
     of function 8                         stats   first  second
 
-Parameters that are shards are gathered in the forward pass beside the function before theirs, and
-again in the backward pass beside the function after theirs, unless the payloads were kept.
+If parameters are shards, a function's parameters are gathered in the forward pass during the
+previous function, and again in the backward pass during the next function, unless the payloads were
+kept.
 
-Differences of parameters that are `Pending` (sharded updates) are gathered in the forward pass in
-the same way, and added to the copies::
+If differences of parameters are `Pending` (sharded updates), they are gathered in the forward pass
+in the same way, and added to the copies::
 
     forward of function              0       1       2
     differences of function    0     1       2       3
 
-The backward pass needs no gather: what it takes of copies is what the caller gets back.
+The backward pass needs no gather: it uses the copies that the caller gets back.
 """
 
 import dataclasses
@@ -60,67 +62,72 @@ def sequential(
     reshard_after_forward: bool = True,
     method: Compression | Method | ByPath | None = None,
 ) -> Any:
-    """One worker's loss as functions in a row; gradients are reduced beside the backward pass.
+    """One worker's loss as successive functions; reductions overlap with the backward pass.
 
     It runs inside of maps, on Auto and on Explicit axes: the functions take this worker's examples,
-    and the last one returns a mean over these (a sum with ``op="sum"``), not averaged over workers.
+    and the last function returns a mean over these (a sum with ``op="sum"``), not averaged over
+    workers.
 
-    ``x = f(p, x)`` for every function and its parameters, and the last ``x`` is returned. In the
-    backward pass the gradients of a function are reduced, compressed, while the backward pass of
-    those before it goes on:
+    It computes ``x = f(p, x)`` for every function and its parameters, and returns the last ``x``.
+    In the backward pass the gradients of a function are reduced, compressed, while the backward
+    pass of the functions before it goes on:
 
         functions = [embed, *[block] * n_layers, head_and_loss]
         loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
 
     XLA's scheduler does not do this for gradients that are reduced after `jax.grad`: it puts
     reductions of several steps after all products of the weights' gradients. Here the order is part
-    of the program, a pipeline. A function's gradients are complete before the backward pass goes
-    on. Their statistics travel beside the backward pass of the next function, their first payloads
-    beside the one after it, and so on. Compile with `dynamiq_jax.jit`, or transfers begin late.
+    of the program. A function's gradients are complete before the backward pass goes on. Their
+    statistics are summed during the backward pass of the next function, their first payloads are
+    sent during the one after it, and so on. Compile with `dynamiq_jax.jit`; otherwise transfers
+    start late.
 
-    All that `reduce_in_backward` says holds; parameters that two functions use pass once, above, by
-    `reduce_in_backward`. Each function's gradients are buckets of their own: of a layer or more,
-    not of a norm. Wrap functions in `jax.checkpoint` to compute them again rather than keep what
-    their backward pass needs. What functions need beside their parameters, as labels, travels in
-    ``x``: JAX refuses traced values that they close over where these are differentiated, and where
-    the whole loss is inside of another `jax.jit`, `jax.checkpoint` or scan.
+    The rules of `reduce_in_backward` also apply here. If two functions use the same parameters,
+    pass these to `reduce_in_backward` once, before the pipeline. Each function's gradients have
+    separate buckets, so a function should be a layer or more, not a norm. Wrap functions in
+    `jax.checkpoint` to compute them again instead of keeping the values that their backward pass
+    needs. Pass other inputs of functions, such as labels, in ``x``: JAX refuses traced values that
+    functions close over if these are differentiated, or if the whole loss is inside of another
+    `jax.jit`, `jax.checkpoint` or scan.
 
-    **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. Each function's are
-    gathered while the function before it runs, and again, the same bits, while the backward pass
-    takes the function after it. So two functions' parameters are whole at a time. With
-    ``reshard_after_forward=False`` the payloads of all gathers stay in memory until then, 8 bits a
-    coordinate by default, and nothing is gathered twice. `jax.checkpoint` around a function keeps
-    none of what it makes of its parameters. Cast shards before the call: whole parameters and
-    gradients have their dtype. A loss without a derivative gathers one by one.
+    **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. The shards of each
+    function are gathered while the previous function runs, and again, with the same bits, during
+    the backward pass of the next function. So the parameters of two functions are whole at a time.
+    With ``reshard_after_forward=False`` the payloads of all gathers stay in memory until then, 8
+    bits per coordinate by default, and nothing is gathered twice. `jax.checkpoint` around a
+    function keeps no value that is computed from its parameters. Cast shards before the call: whole
+    parameters and gradients have the dtype of the shards. A loss without a derivative gathers the
+    functions one by one.
 
     Args:
-      functions: of (own parameters, x), each to the next one's x; any pytrees.
+      functions: each takes (its parameters, x) and returns the next function's x; any pytrees.
       params: a pytree for every function.
-      x: what the first function takes; integers and the like pass.
+      x: the input of the first function; it may contain integers and other types.
       axis_name: as for `psum`.
       op: "mean" or "sum".
-      compression: as for `psum`; none with memory, which has nowhere to go.
-      key: as for `psum`; the number of the function is folded in.
-      specs: a tree as for `reduce_in_backward` for every function. Where axes are automatic, all
-        collectives of a reduction are one round.
+      compression: as for `psum`, without memory, since a backward pass cannot return a state.
+      key: as for `psum`; the index of the function is folded in.
+      specs: for every function a tree as for `reduce_in_backward`. If axes are automatic, all
+        collectives of a reduction are in one round.
       gather: as for `reduce_in_backward`.
-      copies: as for `reduce_in_backward`, for every function; `None` for one without. Functions
-        take these, and the gradients of ``params`` are this worker's slices (ZeRO-1). A scatter has
-        two of an all-reduce's three rounds.
-      pending: ``state.pending`` of ``dq.optax.sharded(..., deferred=True)``. The copies are as the
-        step before left them. Each function's differences are gathered while the function before
-        it runs, and it takes the current copies. ``params`` are the masters of all functions.
-      reshard_after_forward: whether shards are all that the forward pass leaves of parameters.
-        `False` saves the second gather, and takes the memory of all payloads.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+      copies: as for `reduce_in_backward`, for every function; `None` for a function without copies.
+        Functions take the copies, and the gradients of ``params`` are this worker's slices
+        (ZeRO-1). A scatter has two of an all-reduce's three rounds.
+      pending: ``state.pending`` of ``dq.optax.sharded(..., deferred=True)``. The copies are those
+        of the previous step. The differences of each function are gathered while the previous
+        function runs, so each function takes the current copies. ``params`` are the masters of all
+        functions.
+      reshard_after_forward: whether the forward pass keeps only the shards of parameters. `False`
+        saves the second gather, and needs memory for all payloads.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      What the last function returns. With ``pending`` a pair: this, and the current copies, a tree
-      like ``copies``, which have no derivative.
+      The result of the last function. With ``pending`` a pair: this result, and the current copies,
+      a tree like ``copies``, which have no derivative.
 
     Raises:
-      ValueError: there are not as many params, or specs, as functions; ``pending`` is not that of
-        an optimizer over this axis, or has no copies; or as `reduce_in_backward`.
+      ValueError: the number of params, or of specs, is not that of functions; ``pending`` is not
+        from an optimizer over this axis, or has no copies; or as for `reduce_in_backward`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
@@ -145,7 +152,7 @@ def sequential(
 
 
 def _check_pending(pending: Any, axis: Axis, copies: tuple) -> None:
-    """Refuses what is not pending, and functions without copies."""
+    """Refuses a ``pending`` of another kind, and functions without copies."""
     if not isinstance(pending, Pending):
         raise ValueError(
             f"pending is of type {type(pending).__name__}; pass state.pending, where state is that "
@@ -165,7 +172,7 @@ def _check_pending(pending: Any, axis: Axis, copies: tuple) -> None:
 
 
 def _checked(functions: Any, **told: Any) -> dict[str, tuple]:
-    """All arguments with one entry for each function, as tuples."""
+    """The arguments that have one entry for each function, as tuples."""
     told = {"functions": functions, **told}
     for name, given in told.items():
         if isinstance(given, Mapping):
@@ -195,7 +202,7 @@ class _Part(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """The parts of one `sequential`: how they run, and their forward and backward passes."""
+    """The functions of one `sequential`, with its forward and backward passes."""
 
     axis: Axis
     parts: tuple[_Part, ...]
@@ -220,7 +227,7 @@ class _Chain(NamedTuple):
     def forward(
         self, params: Any, copies: Any, x: Any, words: Array | None, pending: Pending | None
     ) -> tuple[Any, Any]:
-        """What `run` returns, and all that the backward pass needs."""
+        """The result of `run`, and the values that the backward pass needs."""
         taken, kept, current = self._taken(params, copies, pending), [], []
         seeds = self._seeds(words, pending)
         pairs = zip(self.parts, taken, strict=True)
@@ -263,9 +270,9 @@ class _Chain(NamedTuple):
         return tuple(part.reducer.joined(p.result) for part, p in pairs), None, gradient, None, None
 
     def _taken(self, params: Any, copies: Any, pending: Pending | None) -> list[Any]:
-        """What each function or its gather takes: copies, or parameters where there are none.
+        """The inputs of each function or its gather: copies, or parameters if there are none.
 
-        Gathers of differences take pairs: masters, and copies, which are the same on all workers.
+        Gathers of differences take pairs of masters and copies; copies are the same on all workers.
         """
         pairs = list(zip(params, copies, strict=True))
         if pending is not None:
@@ -273,7 +280,7 @@ class _Chain(NamedTuple):
         return self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
 
     def _seeds(self, words: Array | None, pending: Pending | None) -> Seeds:
-        """The seeds of gathers: of differences by the key of the update that left them."""
+        """The seeds of gathers; for differences, from the key of the update that computed them."""
         return Seeds(words if pending is None else pending.words, len(self.parts))
 
     def _gather(
@@ -284,9 +291,10 @@ class _Chain(NamedTuple):
         pending: Pending | None,
         payload: Any = None,
     ) -> Progress | None:
-        """The gather of a function's shards, or differences, before its start.
+        """The gather of a function's shards or differences, not started yet.
 
-        With the payload of an equal gather it is as after the payload's arrival.
+        If the payload of an equal gather is passed, the gather continues after the payload's
+        arrival.
         """
         specs = part.reducer.specs
         if pending is not None:

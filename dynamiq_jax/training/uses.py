@@ -93,14 +93,14 @@ class Value:
 
 @dataclasses.dataclass
 class Uses:
-    """What a run has found: plain twins that were wanted, and gradients that JAX sums."""
+    """The findings of a run: plain twins that were needed, and gradients that JAX sums."""
 
     axes: frozenset[str]
     """The data axes of more than one device."""
     wanted: set[int] = dataclasses.field(default_factory=set)
     """The numbers of parameters whose plain twin served."""
     typed: set[int] = dataclasses.field(default_factory=set)
-    """Those whose typed twin met examples."""
+    """The parameters whose typed twin met examples."""
     native: dict[int, str] = dataclasses.field(default_factory=dict)
     """By parameter: the first primitive that has no rule on its way to examples."""
     gathered: set[int] = dataclasses.field(default_factory=set)
@@ -331,7 +331,7 @@ class _NotPassedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Inner:
-    """What an inner program takes: which twins of which operands, in this order."""
+    """The inputs of an inner program: which twins of which operands, in this order."""
 
     operands: Sequence[Value]
     wanted: frozenset[int]

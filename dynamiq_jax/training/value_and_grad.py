@@ -1,4 +1,4 @@
-"""Gradients for pjit'd training steps, where there is no psum to replace."""
+"""Gradients for training steps under `jax.jit`, which have no psum to replace."""
 
 import contextlib
 import functools
@@ -49,115 +49,119 @@ def value_and_grad(
 
     Gradients are reduced over the data axes, compressed. On a mesh of Explicit axes ``loss_fn``
     takes the global batch and returns its loss. On a mesh of Auto axes it takes one worker's
-    examples and returns a mean over these; what comes back is the mean over all workers.
+    examples and returns their mean loss; the result is the mean over all workers.
 
-    On Auto axes arrays among the loss's arguments are split over workers along their leading axis,
-    if ``batch_specs`` does not say otherwise. Inside of `jax.jit` their shardings cannot be seen:
-    name there what every worker needs whole, such as a table, by P(). Outside of it an array that
-    is whole on every device stays whole, if other arguments are sharded over the data axes.
+    On Auto axes, arrays among the loss's arguments are split over workers along their leading axis,
+    unless ``batch_specs`` says otherwise. Inside of `jax.jit` their shardings are not visible:
+    there pass P() for arguments that every worker needs whole, such as a table. Outside of
+    `jax.jit`, an array that is whole on every device stays whole if other arguments are sharded
+    over the data axes.
 
     **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
     of global arrays, as it is for `jax.jit`. Large parameters are typed as reduced over the data
-    axes, so that JAX leaves their gradients unreduced, and one compressed collective sums these.
-    JAX sums gradients of parameters that the method does not take. JAX has no rule for some uses of
-    reduced values, such as elementwise products with examples. Such a use alone has its gradient
-    summed by JAX, exactly; other uses of the parameter stay compressed. A warning names leaves of
-    which more than 1% of the bytes are summed so, and the use. Whatever plain JAX trains, trains.
+    axes, so that JAX leaves their gradients unreduced, and one compressed collective sums them. JAX
+    sums the gradients of parameters that the method does not compress. JAX has no rule for some
+    uses of reduced values, such as elementwise products with examples. JAX then sums the gradient
+    of this use exactly; other uses of the parameter stay compressed. If this affects more than 1%
+    of the bytes of a leaf, a warning names the leaf and the use. Every loss that plain JAX can
+    train also works here.
 
     **On a mesh of Auto axes** the loss runs under `jax.shard_map` over the data axes. It takes its
-    worker's examples and whole parameters, and returns a mean over these examples. A loss that is a
-    sum over them needs ``op="sum"``: without it value and gradients are those of the sum divided by
-    the number of workers, and nothing can tell. A loss that `jax.lax.psum` or `pmean` has made the
-    same on all workers is that of all examples. Statistics of a batch, as in a BatchNorm, are those
-    of the worker's examples, unless the layer averages them over the axis. Sharding constraints of
-    the loss forget the data axes. Every worker folds its number into the PRNG keys among the
-    arguments. Arrays that the loss closes over are whole on every worker; if no argument is split
-    a warning says so.
+    worker's examples and whole parameters, and returns a mean over these examples. If the loss is a
+    sum over examples, pass ``op="sum"``: without it, value and gradients are those of the sum
+    divided by the number of workers, and this cannot be detected. If `jax.lax.psum` or `pmean` has
+    made the loss the same on all workers, it counts as the loss of all examples. Statistics of a
+    batch, as in a BatchNorm, are those of the worker's examples, unless the layer averages them
+    over the axis. Data axes are removed from the loss's sharding constraints. Every worker folds
+    its index into the PRNG keys among the arguments. Arrays that the loss closes over are whole on
+    every worker; a warning appears if no argument is split.
 
-    Every device reduces its own shards of the gradient, over the data axes alone. Gradients of
+    Every device reduces its own shards of the gradient, only over the data axes. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
-    all-reduced over the other data axes (HSDP). With `Hierarchical` the last data axis scatters
-    natively, in 16 bits, and the others scatter compressed what it leaves.
+    all-reduced over the other data axes (HSDP). With `Hierarchical` the scatter over the last data
+    axis is native, in 16 bits; then its results are scattered over the other axes, compressed.
 
     **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
-    holds the whole model. A warning has the bytes where they exceed 1 GiB. The remedy is
-    `reduce_in_backward` in the layers, which gathers one layer at a time, compressed: on Explicit
-    axes with ``gather=False``; on Auto axes under `jax.shard_map`, in the place of this function.
+    holds the whole model. If this takes more than 1 GiB, a warning says how many bytes. To gather
+    one layer at a time, compressed, call `reduce_in_backward` in the layers: on Explicit axes with
+    ``gather=False``; on Auto axes under `jax.shard_map`, instead of this function.
 
-    **Experts**, sharded over the data axes of an Explicit mesh, enter a `jax.shard_map` in the loss
-    as shards, with ``gather=False``. Leave out its ``in_specs``, since P() refuses parameters that
-    are typed as reduced. JAX sums gradients of experts over data axes that do not shard them.
+    **Experts** that are sharded over the data axes of an Explicit mesh can be passed as shards to a
+    `jax.shard_map` in the loss, with ``gather=False``. Leave out the map's ``in_specs``, since P()
+    refuses parameters that are typed as reduced. JAX sums gradients of experts over data axes that
+    do not shard them.
 
     Args:
-      loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. Pure,
-        as for `jax.jit`.
-      axis_name: the data-parallel axis, or a tuple of axes that together are, the outermost first:
-        "data", "fsdp" or ("replica", "fsdp"). On Explicit axes these are all the axes over which
-        the batch is sharded.
+      loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. It must
+        be pure, as for `jax.jit`.
+      axis_name: the data-parallel axis, or a tuple of data-parallel axes, the outermost first:
+        "data", "fsdp" or ("replica", "fsdp"). On Explicit axes name all axes over which the batch
+        is sharded.
       argnums: which arguments of ``loss_fn`` are parameters; see `jax.value_and_grad`.
       has_aux: whether ``loss_fn`` returns more than the loss.
       compression: as for `psum`.
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
-      op: "mean" or "sum": what the loss is over its worker's examples, on Auto axes. On Explicit
-        axes a loss is of all examples, whichever it is.
-      reduce: whether gradients are summed. Otherwise `psum`, outside of maps, sums what comes back.
-        Before that ``jax.tree.map(jnp.add, ...)`` adds up the gradients of several calls: gradient
-        accumulation with one reduction. On Explicit axes large gradients come back unreduced. On
-        Auto axes every leaf has a leading axis of workers, sharded over the data axes.
-      gather: whether sharded parameters are gathered before the loss. With `False`, for Explicit
-        axes, the loss takes their shards. A warning names large ones that pass neither
-        `reduce_in_backward` nor a `jax.shard_map`: JAX sums their gradients.
+      op: "mean" or "sum": how the loss combines its worker's examples, on Auto axes. It has no
+        effect on Explicit axes, where the loss covers all examples.
+      reduce: whether gradients are summed. Otherwise call `psum` outside of maps to sum the result.
+        Before that, ``jax.tree.map(jnp.add, ...)`` can add up the gradients of several calls:
+        gradient accumulation with one reduction. On Explicit axes large gradients are returned
+        unreduced. On Auto axes every leaf has a leading axis of workers, sharded over the data
+        axes.
+      gather: whether sharded parameters are gathered before the loss. With `False` (only on
+        Explicit axes) the loss takes the shards. A warning names large shards that are passed
+        neither to `reduce_in_backward` nor to a `jax.shard_map`: JAX sums their gradients.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
-        parameters or a prefix of it. By default arrays say it outside of `jax.jit`. A program that
-        is being traced does not see it: there ``specs`` is needed if the mesh has Auto axes besides
-        ``axis_name``, and for parameters that are sharded over ``axis_name`` (FSDP). Without it
-        every device gathers these and returns whole gradients.
+        parameters or a prefix of it. Outside of `jax.jit` the default is the sharding of the
+        arrays. While JAX traces, the sharding is not visible: then ``specs`` are needed if the mesh
+        has Auto axes besides ``axis_name``, and for parameters that are sharded over ``axis_name``
+        (FSDP). Without specs every device gathers these parameters and returns whole gradients.
       batch_specs: how the other arguments are split over Auto data axes: a dict of PartitionSpecs,
         or of trees of them, by the names of the loss's arguments, positional or keywords (``*args``
-        take a tuple); or a tuple with an entry for each positional argument that is no parameter.
+        need a tuple); or a tuple with one entry for each positional argument except the parameters.
         P() leaves an argument whole, and a PRNG key the same on all workers. Without a spec, or
-        with `None` in its place, arrays are split along their leading axis; scalars and keys are
+        with `None` instead of it, arrays are split along their leading axis; scalars and keys are
         whole. Numbers, strings and `None` among the arguments are constants of the program. Frozen
         weights that are sharded over the data axes are gathered before the loss if their spec is
-        P(). With their own spec every worker holds its shards. `jax.lax.all_gather` in the layers
+        P(). With their own spec every worker holds its shards. In the layers, `jax.lax.all_gather`
         gathers these exactly, and `all_gather` at 8 bits if the mesh has no other axes.
-      weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns how much this
-        worker's examples count, such as the number of their tokens. Loss, gradients and means of
-        aux are then weighted, see `reduce`.
-      aux: what becomes of aux on Auto axes: a tree like aux, or a prefix of it, of the words
-        "mean", "sum", "rows" (those of all workers, one after the other) and "same" (equal on all
-        workers). A leaf that is "same" and depends on a worker's own examples is warned of, as far
-        as JAX's types tell. A dict may leave out keys. Without a word floating-point
-        scalars are reduced as the loss is, by ``op`` and ``weight`` (a number of tokens wants
-        "sum"). All other leaves need a word.
+      weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns the weight of
+        this worker's examples, such as the number of their tokens. Loss, gradients and means of aux
+        are then weighted, see `reduce`.
+      aux: how aux is combined on Auto axes: a tree like aux, or a prefix of it, of the words
+        "mean", "sum", "rows" (the rows of all workers, one after the other) and "same" (equal on
+        all workers). A warning names a "same" leaf that depends on a worker's own examples
+        according to JAX's types. A dict may leave out keys. Without a word, floating-point scalars
+        are reduced like the loss, by ``op`` and ``weight`` (for a number of tokens pass "sum"). All
+        other leaves need a word.
       allow_int: whether parameters may have leaves of integers or booleans, as for
-        `jax.value_and_grad`. Their gradients are zeros of dtype float0, and nothing travels for
-        them. Integers that are sharded over data axes are gathered before the loss, as other
-        parameters are.
-      method: the former name of ``compression``. It warns, and goes with the next version.
+        `jax.value_and_grad`. Their gradients are zeros of dtype float0, which are not sent.
+        Integers that are sharded over data axes are gathered before the loss, like other
+        parameters.
+      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
-      ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` stands in the place of ``grads``, as
-      `reduce` returns it), to be called inside or outside `jax.jit`; outside it is one program,
-      compiled once for all calls with the same shapes, dtypes and shardings. ``key`` and ``state``
-      are as for `reduce`; ``loss_fn`` does not get them. Gradients are sharded as parameters are. A
-      state is `Compression.init_state`'s with ``stacked=True``, then that of the step before: its
-      leading axis is that of the workers.
+      ``has_aux``; with ``metrics`` or a ``state``, a `Reduced` as from `reduce` replaces
+      ``grads``). Call it inside or outside `jax.jit`; outside it is one program, compiled once for
+      all calls with the same shapes, dtypes and shardings. ``key`` and ``state`` are as for
+      `reduce`, and are not passed to ``loss_fn``. Gradients are sharded like parameters. The first
+      state is from `Compression.init_state` with ``stacked=True``, later ones from the previous
+      step: the leading axis is that of the workers.
 
     Raises:
-      ValueError: metrics, a state, a key or ``allow_int`` come with ``reduce=False``, there is no
-        mesh, it has axes of both types, ``axis_name`` is not in it or is that of a map around the
-        call, nothing of the batch is sharded over it (Explicit axes), a batch axis does not divide
-        by its size, ``specs`` are missing or do not fit, a leaf of aux has no word, the loss closes
-        over traced arrays (Auto axes), a constant has no hash, or a derivative is taken outside of
-        `jax.jit` where no mesh is set (Explicit axes).
-      TypeError: the loss is not a scalar of floating-point numbers, or a parameter is not made of
-        such, nor of integers with ``allow_int``.
-      NotImplementedError: a state, metrics or ``reduce=False``, of parameters that are sharded over
-        data axes; or `jax.vmap` on Explicit axes.
+      ValueError: metrics, a state, a key or ``allow_int`` are used with ``reduce=False``; there is
+        no mesh, or it has axes of both types; ``axis_name`` is not in the mesh, or is mapped around
+        the call; no argument is sharded over it (Explicit axes); a batch axis is not a multiple of
+        its size; ``specs`` are missing or do not fit; a leaf of aux has no word; the loss closes
+        over traced arrays (Auto axes); a constant has no hash; or a derivative is taken outside of
+        `jax.jit` and no mesh is set (Explicit axes).
+      TypeError: the loss is not a floating-point scalar, or a parameter is neither floating-point
+        nor, with ``allow_int``, of integers.
+      NotImplementedError: a state, metrics or ``reduce=False`` are used and parameters are sharded
+        over data axes; or `jax.vmap` is used on Explicit axes.
     """
     total = Reduction(check_axis(axis_name), as_compression(compression, method=method), op)
     kept = argnums if isinstance(argnums, int) else tuple(argnums)
@@ -166,7 +170,7 @@ def value_and_grad(
 
 
 class Wanted(NamedTuple):
-    """What is differentiated, and what comes back, on axes of either type."""
+    """The parameters that are differentiated and the results, on axes of either type."""
 
     total: Reduction
     argnums: int | tuple[int, ...]
@@ -304,12 +308,12 @@ def _specs_of(
 
 
 class _Positions(NamedTuple):
-    """Which positional arguments are parameters: a number, or several; negative ones too."""
+    """The positional arguments that are parameters, by one index or several, also negative ones."""
 
     argnums: int | tuple[int, ...]
 
     def among(self, count: int) -> list[int]:
-        """The numbers of parameters, of so many arguments."""
+        """The indices of the parameters, for this number of arguments."""
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
         if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
             raise ValueError(
@@ -340,7 +344,7 @@ class _Positions(NamedTuple):
 
 
 def _apart(params: Any) -> tuple[Any, Any]:
-    """The leaves with gradients and the others, in trees with `None` in the place of the rest."""
+    """The leaves with gradients, and the other leaves, in trees with `None` for the rest."""
     moves = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
     return (
         jax.tree.map(lambda x: x if moves(x) else None, params),
@@ -349,16 +353,16 @@ def _apart(params: Any) -> tuple[Any, Any]:
 
 
 def _together(tree: Any, rest: Any) -> Any:
-    """The tree of which `_apart` has made these two."""
+    """The tree that `_apart` split into these two."""
     return jax.tree.map(lambda x, y: y if x is None else x, tree, rest, is_leaf=lambda x: x is None)
 
 
 def _with_integers(
     positions: _Positions, axes: tuple[str, ...], function: Callable[..., Any]
 ) -> Callable[[Any, Any], Any]:
-    """``function`` of parameters and of data, which end with the parameters' integers.
+    """A ``function`` of parameters and of data that end with the parameters' integers.
 
-    Integers that these axes shard, as far as their types tell, are gathered.
+    Integers that are sharded over these axes, according to their types, are gathered.
     """
     run = positions.joined(function)
 
@@ -407,7 +411,7 @@ def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:
 
 
 def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
-    """Refuses what is for a reduction where there is none, and a call inside of a map."""
+    """Refuses arguments of a reduction if there is none, and a call inside of a map."""
     given = [name for name, value in own.items() if value is not None]
     if given and not reduces:
         raise ValueError(
@@ -424,7 +428,7 @@ def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
 def _in_context(
     run: Callable[..., Any], mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
-    """A function of arguments: the mesh as a context, and ``run`` in it, compiled if not traced."""
+    """A function that calls ``run`` in the context of the mesh, compiled if not traced."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -452,7 +456,7 @@ def _in_context(
 
 
 def _check_params(params: Any, allow_int: bool) -> None:
-    """Refuses parameters that have no gradient, as `jax.grad` does, and nodes without specs."""
+    """Refuses parameters without a gradient, as `jax.grad` does, and nodes without specs."""
     check_nodes(params)
     for path, x in jax.tree_util.tree_leaves_with_path(params):
         name = jax.tree_util.keystr(path)
@@ -492,7 +496,7 @@ def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
 
 
 def mesh_around(params: Any) -> Mesh | AbstractMesh:
-    """The mesh of `jax.set_mesh`, or that of the parameters; refuses that there is none."""
+    """The mesh of `jax.set_mesh`, or that of the parameters; raises ValueError if there is none."""
     for x in jax.tree.leaves(params) if get_abstract_mesh().empty else ():
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):

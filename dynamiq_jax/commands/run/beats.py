@@ -1,4 +1,4 @@
-"""What supervisors tell each other: one datagram each, many times a second."""
+"""The messages between supervisors: one datagram each, many times a second."""
 
 import dataclasses
 import enum
@@ -11,7 +11,7 @@ LONGEST_CAUSE = 600
 
 
 class Phase(enum.StrEnum):
-    """What a supervisor is doing."""
+    """The current state of a supervisor."""
 
     READY = "ready"
     """Its process does not run, and may be started."""

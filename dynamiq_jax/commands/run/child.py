@@ -196,7 +196,7 @@ class Child:
             self._lines.append(text)
 
     def reported(self) -> str:
-        """What the process has written into the progress file."""
+        """The text that the process has written to the progress file."""
         with contextlib.suppress(OSError):
             return self.progress.read_text().strip()
         return ""

@@ -42,7 +42,7 @@ PORTS = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a supervisor is told; equal on all hosts but for ``host``. Times are in seconds."""
+    """The settings of a supervisor; equal on all hosts except ``host``. Times are in seconds."""
 
     hosts: tuple[Address, ...]
     host: int

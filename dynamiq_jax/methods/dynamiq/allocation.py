@@ -1,13 +1,13 @@
-"""How DynamiQ shares out its bits before it has seen any data.
+"""How DynamiQ distributes its bits before it has seen any data.
 
-The rule, in three sentences. Every super-group gets at every encoding at least the *floor* of that
-stage: the widest width that the budget has for all stages, or the next wider one in those stages
-where that removes most error. What is left of the budget is spread evenly over all stages. There it
-widens the super-groups where it removes most squared error (`dynamiq_jax.methods.dynamiq.plan`).
+The rule has three parts. At every encoding each super-group gets at least the *floor* of the stage:
+the largest width that fits the budget in all stages, or the next larger one in the stages where
+this removes most error. The rest of the budget is spread evenly over all stages. There it widens
+the super-groups where this removes most squared error (`dynamiq_jax.methods.dynamiq.plan`).
 
-Squared error alone would leave the narrowest width to all super-groups of little energy, and their
-error would be as large as they are. Optimisers that divide by each coordinate's own scale, as Adam
-does, then take full steps along that noise: docs/training-quality.md.
+If only the squared error counted, all super-groups with little energy would get the narrowest
+width, and their error would be as large as their values. Optimisers that divide by the scale of
+each coordinate, such as Adam, then take full steps along this noise: docs/training-quality.md.
 """
 
 import dataclasses
@@ -27,32 +27,32 @@ Floor = int | Literal["auto"] | None
 
 NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
 LARGEST_RELATIVE_ERROR = {False: 0.38, True: 0.124}
-"""By whether there is dither, whose noise does not shrink with the coordinate: beyond this,
-training with Adam lost 0.5% of validation loss and more (losses of least squared error in
-benchmarks/evidence/results/training.md)."""
+"""The limit of the relative error, by whether there is dither, whose noise does not shrink with the
+coordinate. Beyond it, training with Adam lost at least 0.5% of validation loss (losses of least
+squared error in benchmarks/evidence/results/training.md)."""
 LARGEST_DITHERED_ERROR = 2.0
-"""Beyond this, dither without a floor had more squared error than no dither: on rings of 32 workers
-as much, of 64 ten times as much (docs/algorithm.md, section 7)."""
+"""The limit beyond which dither without a floor had more squared error than no dither: the same on
+rings of 32 workers, ten times as much on rings of 64 (docs/algorithm.md, section 7)."""
 
 
 class Allocation(NamedTuple):
-    """Static decisions for all stages of a collective, whatever its size."""
+    """Static decisions for all stages of a collective, for any size."""
 
     fmt: WireFormat
-    """Its widths are those that a tile may get."""
+    """The wire format; its widths are those that a tile may have."""
     floors: tuple[int, ...]
-    """The least width in every stage."""
+    """The smallest width in every stage."""
     held: tuple[int, ...]
-    """The width that every stage's payload holds for all tiles, however small a bucket is: the
-    floor, or without one the widest that the stage's bits hold."""
+    """The width for which every stage's payload has room in all tiles, even in small buckets: the
+    floor, or without a floor the largest width that fits the stage's bits."""
     bits: tuple[float, ...]
     """Bits per coordinate of every stage relative to their average over all that is sent."""
     relative_error: float
-    """About the |error|² / |sum|² of super-groups that have the floors' widths, see
+    """The approximate |error|² / |sum|² of super-groups with the floors' widths, see
     `DynamiQ.relative_error`."""
     lost: float
-    """The squared errors of all encodings at the floors' widths, added up, over the energy of what
-    the workers send: unlike `relative_error` as if no errors cancelled."""
+    """The sum of the squared errors of all encodings at the floors' widths, over the energy of the
+    values that workers send; unlike in `relative_error`, no errors cancel."""
 
 
 class Upgrade(NamedTuple):
@@ -61,14 +61,15 @@ class Upgrade(NamedTuple):
     width: int
     words: int
     gain: float
-    """Distortion removed per word, for unit energy; falls from upgrade to upgrade."""
+    """The distortion removed per word, for unit energy; it decreases from upgrade to upgrade."""
 
 
 def width_upgrades(fmt: WireFormat, floor: int | None = None) -> tuple[int, tuple[Upgrade, ...]]:
     """The narrowest width and the upgrades worth taking, best first.
 
     Widths above the convex hull (a wider one removes more error per word) are never used. With a
-    ``floor`` the way leads through it: first the hull of widths up to it, then that from it on.
+    ``floor`` the upgrades pass through it: first the hull of widths up to it, then the hull of
+    widths from it on.
     """
     widths = sorted(fmt.widths)
     if floor is None or floor <= widths[0]:
@@ -153,7 +154,7 @@ def _less_average(stages: tuple[Stage, ...], bits: list[float]) -> tuple[float, 
 
 
 def widest_floor(levels: Levels) -> int:
-    """The widest width that is chosen by itself."""
+    """The largest width that is chosen automatically."""
     return 10 if levels == "geometric" else WIDEST_FLOOR
 
 
@@ -166,14 +167,14 @@ def _widths_around(floors: tuple[int, ...], levels: Levels) -> tuple[int, ...]:
 
 
 def _widest_within(fmt: WireFormat, bits: float) -> int:
-    """The widest width on the hull that takes at most so many bits per coordinate."""
+    """The largest width on the hull that takes at most this many bits per coordinate."""
     narrowest, upgrades = width_upgrades(fmt)
     fitting = (u.width for u in upgrades if fmt.bits_per_coord(u.width) <= bits + 1e-9)
     return max([narrowest, *fitting])
 
 
 def _joint_floors(stages: tuple[Stage, ...], fmt: WireFormat, bits: float) -> tuple[int, ...]:
-    """The widest width that all stages can have, and the next where it removes most error."""
+    """The largest width for all stages, and the next larger one where it removes most error."""
     narrowest, upgrades = width_upgrades(fmt)
     widths = (narrowest, *(u.width for u in upgrades))
     common = _widest_within(fmt, bits)

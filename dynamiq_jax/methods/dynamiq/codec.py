@@ -18,7 +18,7 @@ from dynamiq_jax.methods.dynamiq.plan import Plan, even_plan, make_plan
 
 
 class SharedPlan(NamedTuple):
-    """The facts that all workers know ahead of the first encoding."""
+    """The values that all workers know before the first encoding."""
 
     plan: Plan
     noise: UInt[Array, "slots 8"]
@@ -28,7 +28,7 @@ class SharedPlan(NamedTuple):
 def shared_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, n_slots: int, backend: pk.Backend | None
 ) -> SharedPlan:
-    """The plan that follows from the sum of workers' messages, for chunks of so many encodings."""
+    """The plan from the sum of workers' messages, for chunks with ``n_slots`` encodings."""
     if layout.planned:
         plan = make_plan(stats, seed, layout, backend)
     else:
@@ -47,9 +47,9 @@ def chunk_codec(
 ) -> ChunkCodec:
     """Binds the kernels to one gradient and the plan that all workers share.
 
-    With `Call.keep_error` what encodings lose is f32[rows, S] in the gradient's order. ``x`` comes
-    in shards of whole super-groups if there are several; ``slice_start`` is the number of this
-    worker's first one, for `ChunkCodec.finish`.
+    With `Call.keep_error` the errors of encodings are f32[rows, S] in the gradient's order. If
+    there are several shards, ``x`` has shards of whole super-groups; ``slice_start`` is the index
+    of this worker's first super-group, for `ChunkCodec.finish`.
     """
     tells = call.keep_error
     if tells and layout.fmt.carries_nan:
@@ -152,7 +152,7 @@ class _Codec:
         return self.shared.noise[slots] if self.layout.fmt.dither else None
 
     def _inputs(self, arrived: tuple[Arrived, ...]) -> tuple[pk.Input, ...]:
-        """What kernels add up of what arrived."""
+        """The arrived data that kernels add up."""
         tiles = self.shared.plan.tiles
         return tuple(
             pk.Input(a.payloads, tiles[a.encoder.stage], a.skip, self._noise(a.encoder.slot))
@@ -182,9 +182,10 @@ def expected_error(
 ) -> Float[Array, ""]:
     """Expected |error|² of an all-reduced sum whose encoded part has the squared norm ``norm``.
 
-    The errors of all stages but the sink's are in proportion to the energies of what the workers
-    add up, and to earlier errors (`methods.metrics.compounded`). The sink's error is in proportion
-    to what it encodes; ``norm`` holds both. ``errors`` are `Stage.error` of every stage.
+    The errors of all stages but the sink's are proportional to the energies of the values that the
+    workers add up, and to earlier errors (`methods.metrics.compounded`). The sink's error is
+    proportional to the energy of the values that it encodes; ``norm`` includes both. ``errors`` are
+    `Stage.error` of every stage.
     """
     table = jnp.asarray(
         [pk.distortion(layout.fmt, w) if w in layout.fmt.widths else 0.0 for w in range(17)],
@@ -206,7 +207,7 @@ def expected_error(
 
 
 def coords_by_width(plan: Plan, layout: Layout) -> Float[Array, " 17"]:
-    """Coordinates that one worker sends at every width, in all stages, f32."""
+    """The number of coordinates that one worker sends at every width, in all stages, f32."""
     # A payload has one tile of each number t, of any of the shards: counts are averaged over these.
     size = pk.TILE_ROWS * layout.super_group_size / layout.shards
     counts = [

@@ -1,4 +1,4 @@
-"""From which size on compression pays on fast links, as `benchmarks/crossover.py` measured it.
+"""The size from which compression pays on fast links, measured by `benchmarks/crossover.py`.
 
 `crossover.json` beside this file holds one entry for each number of GPUs. The entry of eight is
 twice the largest size that was measured, at which compression did not pay: its note says so.
@@ -14,13 +14,13 @@ _MEASURED: list[dict[str, Any]] = json.loads(
 
 
 def _entry(n_workers: int) -> dict[str, Any]:
-    """The measurement on at least so many GPUs, or on the most."""
+    """The measurement on at least this many GPUs, or on the largest number."""
     enough = (entry for entry in _MEASURED if entry["n_devices"] >= n_workers)
     return next(enough, _MEASURED[-1])
 
 
 def psum_bytes(n_workers: int) -> int:
-    """Buckets of fewer bytes are faster by `jax.lax.psum` on GPUs that NVLink connects."""
+    """The bytes of a bucket below which `jax.lax.psum` is faster on GPUs connected by NVLink."""
     return _entry(n_workers)["psum_bytes"]
 
 

@@ -10,26 +10,28 @@ from pallas_kernels.format import GroupScale, Levels
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format(Options):
-    """How coordinates share scales, widths and means, and which levels codes stand for.
+    """How coordinates share scales, widths and means, and which levels codes represent.
 
         method = dq.DynamiQ(format=dq.Format(levels="piecewise"))
 
     Attributes:
-      group_size: coordinates that share a scale: 8, 16, 32 or 64.
-      super_group_size: coordinates that share a width and statistics: 128, 256, 512 or 1024.
-      levels: "companded" (steps of 1, 2, 4 and 8 from zero outwards, so that small coordinates of
-        a group err less, which counts for Adam), "piecewise" (steps of 1 and 2: the least squared
-        error), "geometric" (the paper's law; widths up to 10) or "uniform". Default: "companded",
-        with dither "piecewise".
+      group_size: the number of coordinates that share a scale: 8, 16, 32 or 64.
+      super_group_size: the number of coordinates that share a width and statistics: 128, 256, 512
+        or 1024.
+      levels: "companded" (steps of 1, 2, 4 and 8 from zero outwards, so that small coordinates of a
+        group have smaller errors, which matters for Adam), "piecewise" (steps of 1 and 2: the
+        smallest squared error), "geometric" (the paper's law; widths up to 10) or "uniform".
+        Default: "companded", or "piecewise" with dither.
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
       scale_axis: the axis of leaves along which neighbours share scales and widths: an integer, or
-        "auto", the axis whose size most matrices of the tree have, which in a transformer is that
-        of the residual stream (of equally common ones the last; layers and heads, shorter than 64,
-        do not count). In `all_gather` leaves are the shards that are gathered. `None`: the last
-        one, which costs no transposition. Gradients vary along tokens and neurons much more than
-        along the residual stream: docs/training-quality.md, "Near coordinates".
-      subtract_mean: whether the mean of each super-group travels apart, as in the paper. It takes
-        1/16 bit, and pays for gradients of which the means hold more than a tenth of the energy.
+        "auto", the axis whose size is most common among the matrices of the tree; in a transformer
+        this is the residual stream (if sizes are equally common, the last axis; axes shorter than
+        64, such as layers and heads, are ignored). In `all_gather` leaves are the shards that are
+        gathered. `None`: the last axis, which needs no transposition. Gradients vary along tokens
+        and neurons much more than along the residual stream: docs/training-quality.md, "Near
+        coordinates".
+      subtract_mean: whether the mean of each super-group is sent separately, as in the paper. It
+        takes 1/16 bit, and pays for gradients whose means hold more than a tenth of the energy.
     """
 
     group_size: int = 32

@@ -1,11 +1,11 @@
 """Static sizes: how d coordinates on n workers become chunks, tiles and payload words.
 
-Everything here is a Python integer known at trace time. What depends on the data (which
-super-group gets which width) is in `dynamiq_jax.methods.dynamiq.plan`.
+All sizes here are Python integers known at trace time. Values that depend on the data (which
+super-group gets which width) are in `dynamiq_jax.methods.dynamiq.plan`.
 
-A *shard* is a set of super-groups that get their widths from a budget of their own. An all-reduce
-has one shard. A reduce-scatter or an all-gather has one per worker, its slice, since a slice may
-not leave its worker's chunks. A *row* is a super-group as a row of S coordinates.
+A *shard* is a set of super-groups with a separate budget for their widths. An all-reduce has one
+shard. A reduce-scatter or an all-gather has one shard per worker, its slice, since a slice may not
+leave its worker's chunks. A *row* is a super-group as a row of S coordinates.
 """
 
 import dataclasses
@@ -21,8 +21,8 @@ from pallas_kernels.format import TILE_ROWS, WireFormat
 
 WORD_BITS = 32
 MOST_SAMPLES = 2**14
-"""Coordinates that a worker sends of a bucket without a plan. With their squares they take more
-than the bytes up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
+"""The number of coordinates that a worker sends of a bucket without a plan. With their squares they
+take more bytes than the limit up to which XLA combines all-reduces (`dynamiq_jax.core.xla`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,19 +30,19 @@ class Layout:
     """The sizes of one compressed collective.
 
     Attributes:
-      collective: which one.
-      size: coordinates in one shard (d; of a sharded collective d / n, one worker's slice).
+      collective: the kind of collective.
+      size: coordinates in one shard (d; in a sharded collective d / n, one worker's slice).
       n_workers: workers (n).
-      chunks_per_worker: chunks whose reduction ends at one worker; more than one lets the hop
-        of one overlap the transfer of another.
+      chunks_per_worker: chunks whose owner is one worker; if there are several, the hop of one
+        overlaps with the transfer of another.
       chunk_super_groups: super-groups per chunk (m), a multiple of `TILE_ROWS`.
       payload_words: `uint32` words of one chunk's payload (P) in every stage.
       payloads_sent: payloads that one worker sends in every stage.
-      floors: the least width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
-      fmt: what the bits of a payload mean.
+      floors: the smallest width in every stage, see `dynamiq_jax.methods.dynamiq.allocation`.
+      fmt: the meaning of the bits of a payload.
       stats_per_super_group: bf16 numbers per super-group in the light all-reduce.
-      planned: whether widths follow the statistics. Without a plan all super-groups get the width
-        that the payload holds, and samples of coordinates take the place of statistics.
+      planned: whether widths depend on the statistics. Without a plan all super-groups get the
+        width that fits the payload, and samples of coordinates replace statistics.
     """
 
     collective: Collective
@@ -64,59 +64,60 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Sets of super-groups with budgets of their own."""
+        """The number of sets of super-groups with separate budgets."""
         return 1 if self.collective == "all_reduce" else self.n_workers
 
     @property
     def summed(self) -> int:
-        """Gradients that are added up."""
+        """The number of gradients that are added up."""
         return 1 if self.collective == "all_gather" else self.n_workers
 
     @property
     def chunks(self) -> int:
-        """Chunks in all (C)."""
+        """The number of all chunks (C)."""
         return self.n_workers * self.chunks_per_worker
 
     @property
     def shard_chunks(self) -> int:
-        """Chunks of one shard."""
+        """The number of chunks of one shard."""
         return self.chunks // self.shards
 
     @property
     def super_groups(self) -> int:
-        """Super-groups including padding (M = C * m)."""
+        """The number of super-groups including padding (M = C * m)."""
         return self.chunks * self.chunk_super_groups
 
     @property
     def shard_rows(self) -> int:
-        """Super-groups of one shard that hold coordinates."""
+        """The number of super-groups of one shard that hold coordinates."""
         return -(-self.size // self.super_group_size)
 
     @property
     def rows(self) -> int:
-        """Super-groups that hold coordinates; those with higher numbers are padding."""
+        """The number of super-groups that hold coordinates; higher indices are padding."""
         return self.shards * self.shard_rows
 
     @property
     def chunk_tiles(self) -> int:
-        """Tiles per chunk (T)."""
+        """The number of tiles per chunk (T)."""
         return self.chunk_super_groups // TILE_ROWS
 
     @property
     def sample_step(self) -> int:
-        """Super-groups from one sample of a worker to the next, without a plan."""
+        """The number of super-groups from one sample to the next, without a plan."""
+        # Rounded up, so that a worker sends at most `MOST_SAMPLES` samples.
         return -(-self._sampled_rows // MOST_SAMPLES)
 
     @property
     def _sampled_rows(self) -> int:
-        """Super-groups of which one worker takes samples."""
+        """The number of super-groups that one worker samples from."""
         return self.shard_rows if self.collective == "all_gather" else self.rows
 
     def widths(self, stage: int) -> np.ndarray:
         """The width of each tile of a chunk without a plan, int[T].
 
-        All tiles get the widest width that the payload holds for all, and the first ones the next
-        wider width from the words that are left.
+        All tiles get the largest width that fits the payload for all of them, and the first tiles
+        get the next larger width with the words that are left.
         """
         fmt, tiles = self.fmt, self.chunk_tiles
         width, upgrades = width_upgrades(fmt)
@@ -144,7 +145,7 @@ class Layout:
 
     @property
     def wire_bits(self) -> int:
-        """Bits that one worker sends in all."""
+        """All bits that one worker sends."""
         pairs = zip(self.payload_words, self.payloads_sent, strict=True)
         return self.stats_bits + sum(words * sent * WORD_BITS for words, sent in pairs)
 
@@ -170,10 +171,10 @@ def make_layout(
 ) -> Layout:
     """Sizes for shards of ``size`` coordinates at ``bits`` bits each, all metadata included.
 
-    A bandwidth-optimal all-reduce passes 2 (n-1)/n of all coordinates through every worker, a
-    reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these. It is
-    exceeded where padding fills up the last tile of every chunk: a payload holds `Allocation.held`
-    for all tiles, however few coordinates they have.
+    In a bandwidth-optimal all-reduce every worker sends 2 (n-1)/n of all coordinates, in a
+    reduce-scatter or an all-gather half of that: the budget is ``bits`` for each of these. Padding
+    of the last tile of every chunk may exceed it: a payload has room for `Allocation.held` in all
+    tiles, even for tiles with few coordinates.
     """
     n, fmt, collective = transfers.n_workers, allocation.fmt, transfers.collective
     whole = collective == "all_reduce"
@@ -206,9 +207,11 @@ def make_layout(
         narrowest=max(tiles * min(fmt.tile_words(w) for w in fmt.widths), 4),
         widest=max(tiles * max(fmt.tile_words(w) for w in fmt.widths), 4),
     )
+    # A payload holds the least widths for all tiles, even if they exceed the budget.
     words = tuple(map(max, words, (tiles * fmt.tile_words(width) for width in allocation.held)))
     layout = dataclasses.replace(layout, payload_words=words)
     if not planned:
+        # The widths are known now: the format needs no others, and payloads carry NaN in scales.
         used = {int(w) for stage in range(len(words)) for w in np.unique(layout.widths(stage))}
         fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
         layout = dataclasses.replace(layout, fmt=fmt)
@@ -218,9 +221,9 @@ def make_layout(
 def _payload_words(
     budget: float, sent: list[int], offsets: list[float], *, narrowest: int, widest: int
 ) -> tuple[int, ...]:
-    """Words of each stage's payload: within ``budget`` in all, ``offsets`` apart, and in range.
+    """The words of each stage's payload: within the total ``budget``, with these offsets, in range.
 
-    A stage beyond an end of the range gets that end; the others share the rest of the budget.
+    A stage beyond an end of the range gets this end; the other stages share the rest of the budget.
     """
     words = [0] * len(sent)
     free = set(range(len(sent)))

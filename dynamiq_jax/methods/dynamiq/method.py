@@ -1,10 +1,9 @@
 """The DynamiQ method: its options, and the all-reduce of one flat array (docs/algorithm.md)."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,8 @@ from jax import Array
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.executors.codec import ChunkCodec, Encoder
+from dynamiq_jax.core.axis import Varying
+from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
@@ -60,27 +60,27 @@ class DynamiQ(HopMethod):
     """Compressed multi-hop all-reduce at a fixed number of bits per coordinate.
 
     Attributes:
-      bits: average bits on the wire per coordinate, all metadata included (b-bar of the paper).
-        Padding adds to those of small buckets, see `explain`; a bucket that it would bring to the
-        16 bits of bf16 (or to ``bits``, if more) is summed exactly.
-      widths: the widths that a super-group may get, any of 0..16; 0 sends nothing (biased),
-        16 sends bf16. Default: the floors and some above them; without a floor the even
-        ones from 2 to 14.
-      floor: the least width of a super-group. "auto": the widest that all can have, for every
-        stage so that the relative error of each super-group is least
-        (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: that one in all
-        stages; `None`: squared error alone decides, as in the paper, which costs training with Adam
-        2 to 5% of the loss at 3 to 5 bits.
-      plan: whether the widths of super-groups follow statistics that all workers add up ahead of
-        every bucket. ``False``: all super-groups get the width that ``bits`` hold, or some of them
-        the next wider one. ``None``: ``False`` over links as fast as NVLink, where the plan takes
-        longer than it saves.
+      bits: the average wire bits per coordinate, all metadata included (b-bar of the paper).
+        Padding adds bits to small buckets, see `explain`; if it would bring a bucket to the 16 bits
+        of bf16 (or to ``bits``, if that is more), the bucket is summed exactly.
+      widths: the widths that a super-group may have, any of 0..16; 0 sends no bits (biased), 16
+        sends bf16. Default: the floors and some larger widths; without a floor, the even widths
+        from 2 to 14.
+      floor: the smallest width of a super-group. "auto": the largest width that all can have,
+        chosen for every stage to minimise the relative error of each super-group
+        (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: this width in all
+        stages; `None`: only the squared error decides, as in the paper, which raises the loss of
+        training with Adam by 2 to 5% at 3 to 5 bits.
+      plan: whether the widths of super-groups depend on statistics that all workers add up before
+        every bucket. ``False``: all super-groups get the width that fits ``bits``, or some of them
+        the next larger one. ``None``: ``False`` over links as fast as NVLink, where the plan takes
+        more time than it saves.
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
-      dither: whether decoders repeat the encoders' noise and subtract its part of the rounding
-        error. At least half of the error is gone, on the same wire and without bias. Decoding
-        computes more. "geometric" levels do not have it.
+      dither: whether decoders regenerate the encoders' noise and subtract its part of the rounding
+        error. This removes at least half of the error, with the same wire bits and without bias,
+        but decoding takes more arithmetic. "geometric" levels do not support it.
       format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
@@ -136,7 +136,7 @@ class DynamiQ(HopMethod):
 
     @property
     def _reason_for_a_plan(self) -> str | None:
-        """Why ``plan=False`` is refused; `None` if these options go without a plan."""
+        """The reason why ``plan=False`` is refused; `None` if these options work without a plan."""
         if self.format.subtract_mean:
             return (
                 "plan=False adds up no means, which subtract_mean=True needs; pass plan=True or "
@@ -160,7 +160,7 @@ class DynamiQ(HopMethod):
             )
 
     def _check_bits(self) -> None:
-        """Refuses bits that do not hold the floor or the narrowest width, or that are wasted."""
+        """Refuses bits that are too few for the floor or the narrowest width, or too many."""
         stats = 16 * self.stats_per_super_group / self.format.super_group_size
         widths = self.widths or (NARROWEST_FLOOR, WIDEST_FLOOR)
         if isinstance(self.floor, int):
@@ -188,7 +188,7 @@ class DynamiQ(HopMethod):
 
     @property
     def most_bits(self) -> float:
-        """See `Method`: bf16's 16, or ``bits`` where these are more."""
+        """See `Method`: the 16 bits of bf16, or ``bits`` if that is more."""
         return max(16.0, self.bits)
 
     @property
@@ -198,7 +198,7 @@ class DynamiQ(HopMethod):
 
     @property
     def _wire(self) -> WireFormat:
-        """The payload's format but for its widths, which `allocate` decides."""
+        """The payload's format, except its widths, which `allocate` chooses."""
         return WireFormat(
             group_size=self.format.group_size,
             super_group_size=self.format.super_group_size,
@@ -209,7 +209,7 @@ class DynamiQ(HopMethod):
         )
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
-        """See `Method`. Padding takes the bits of buckets with few tiles for each worker."""
+        """See `Method`. If a bucket has few tiles for each worker, padding takes its bits."""
         tile = TILE_ROWS * self.format.super_group_size
         size = max(MIN_BUCKET_SIZE, MIN_TILES_PER_WORKER * n_workers * tile)
         size = 0 if given.get("min_bucket_bytes") == 0 else size
@@ -226,13 +226,13 @@ class DynamiQ(HopMethod):
 
     @property
     def stats_per_super_group(self) -> int:
-        """Numbers per super-group in the light all-reduce: squared norm and perhaps mean."""
+        """Values per super-group in the light all-reduce: squared norm, and perhaps mean."""
         return 2 if self.format.subtract_mean else 1
 
     def allocation(
         self, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
     ) -> Allocation:
-        """Floors, widths and bits of every stage, whatever the size."""
+        """Floors, widths and bits of every stage, for any size."""
         stages = _stages(n_workers, topology, collective)
         passes = 2 if collective == "reduce_scatter" else 1  # of statistics, per pass of payloads
         stats = passes * 16 * self.stats_per_super_group / self.format.super_group_size
@@ -251,24 +251,25 @@ class DynamiQ(HopMethod):
     def relative_error(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> float:
-        """About the |error|² / |sum|² of super-groups that have the floors' widths (unitless).
+        """The approximate |error|² / |sum|² of super-groups with the floors' widths (unitless).
 
-        It supposes Gaussian gradients that are unrelated between workers. Related ones err less,
-        and those that cancel in the sum err more (docs/algorithm.md, section 3). Models that were
-        trained with more than 0.38 (with dither 0.124) lost half a percent of loss and more.
+        It assumes Gaussian gradients that are independent between workers. The error is smaller for
+        correlated gradients, and larger for gradients that cancel in the sum (docs/algorithm.md,
+        section 3). Models that were trained with more than 0.38 (0.124 with dither) lost half a
+        percent of loss or more.
         """
         assert topology is not None
         return self.allocation(n_workers, topology, collective).relative_error
 
     def lost(self, n_workers: int, topology: Topology | None) -> float | None:
-        """See `TellsLosses`; without a floor, widths follow what is lost."""
+        """See `TellsLosses`; without a floor, widths depend on the losses."""
         assert topology is not None
         return None if self.floor is None else self.allocation(n_workers, topology).lost
 
     def advice(
         self, n_workers: int, topology: Topology | None, collective: Collective = "all_reduce"
     ) -> str | None:
-        """Advice against a relative error that is too large: the bits that hold it."""
+        """Advice against a relative error that is too large: the bits that keep it small enough."""
         error = self.relative_error(n_workers, topology, collective)
         most = LARGEST_RELATIVE_ERROR[self.dither]
         where = f"bits={self.bits:g} over {type(topology).__name__} among {n_workers} workers: "
@@ -300,7 +301,7 @@ class DynamiQ(HopMethod):
     def layout(
         self, size: int, n_workers: int, topology: Topology, collective: Collective = "all_reduce"
     ) -> Layout:
-        """Static sizes; ``size`` coordinates, of a sharded collective in one worker's slice."""
+        """Static sizes for ``size`` coordinates: of a sharded collective's slice, or of all."""
         coords = size * (n_workers if collective == "reduce_scatter" else 1)
         streams = 1 if collective == "all_gather" else topology.chunks_per_worker(coords)
         stages = _stages(n_workers, topology, collective)
@@ -314,7 +315,7 @@ class DynamiQ(HopMethod):
         )
 
     def gather_layout(self, size: int, n_workers: int) -> Layout:
-        """Static sizes of an all-gather; its roundings, one of each value, are independent."""
+        """Static sizes of an all-gather; it rounds each value once, independently."""
         layout = self.layout(size, n_workers, Direct(), "all_gather")
         fmt = dataclasses.replace(layout.fmt, rounding="independent")
         return dataclasses.replace(layout, fmt=fmt)
@@ -341,7 +342,7 @@ class DynamiQ(HopMethod):
         return pack_statistics(mean, sqnorm, layout)
 
     def share(self, message: Array, layout: Layout, call: Call) -> SharedPlan:
-        """The plan that follows from the sums."""
+        """The plan that is computed from the sums."""
         return shared_plan(message, call.seed, layout, call.n_slots, self.backend)
 
     def codec(
@@ -351,7 +352,7 @@ class DynamiQ(HopMethod):
         return chunk_codec(x, shared, layout, call, backend=self.backend)
 
     def facts(self, shared: SharedPlan, result: Array, layout: Layout, call: Call) -> PayloadFacts:
-        """Errors from the plan, for Gaussian groups and gradients that are unrelated."""
+        """The errors by the plan, for Gaussian groups and independent gradients."""
         assert call.topology is not None
         if self.format.subtract_mean:
             spare = layout.rows * layout.super_group_size - layout.size
@@ -383,23 +384,66 @@ class DynamiQ(HopMethod):
     def all_gather(
         self, x: Float[Array, " s"], call: Call, *, invarying: bool = False
     ) -> Float[Array, "n s"]:
-        """See `Method`; each worker's ``x`` is encoded once by itself."""
-        size, n, axis = x.shape[0], call.n_workers, call.axis
+        """See `Method`; each worker's ``x`` is encoded once, separately."""
         self.warn(call._replace(topology=Direct()), "all_gather")
-        layout = self.gather_layout(size, n)
-        gather = functools.partial(axis.all_gather, to="invarying" if invarying else "varying")
         with jax.named_scope("dynamiq_all_gather"):
-            # Every worker encodes as the slot of its number, under a plan for all slices, in their
-            # order: statistics [workers, k, rows] become [k, workers * rows].
-            stats = jnp.moveaxis(gather(self.measure(x, layout)), 0, 1)
-            stats = stats.reshape(stats.shape[0], -1)
-            shared = shared_plan(stats, call.seed, layout, n, self.backend)
-            payload = encode_slice(x, shared, layout, axis.index, self.backend)
-            codec = chunk_codec(x, shared, layout, call, backend=self.backend)
-            owners = jnp.arange(n, dtype=jnp.int32)
-            everyone = Encoder(0, owners, owners)
-            result = codec.decode(gather(payload), owners, everyone, None)
-            return result.reshape(n, -1)[:, :size]
+            layout, to = self.gather_layout(x.shape[0], call.n_workers), _typed(invarying)
+            shared = self._plan_of_all(self.measure(x, layout), layout, call, to)
+            payload = encode_slice(x, shared, layout, call.axis.index, self.backend)
+            return self._gathered(payload, x, shared, layout, call, to)
+
+    def pack(self, x: Float[Array, " s"], call: Call) -> tuple[Array, Payload]:
+        """See `Method`: the statistics of ``x``, and its payload."""
+        self.warn(call._replace(topology=Direct()), "all_gather")
+        layout = self.gather_layout(x.shape[0], call.n_workers)
+        stats = self.measure(x, layout)
+        shared = self._plan_of_all(stats, layout, call, "varying")
+        return stats, encode_slice(x, shared, layout, call.axis.index, self.backend)
+
+    def unpack(
+        self,
+        packed: tuple[Array, Payload],
+        size: int,
+        dtype: Any,
+        call: Call,
+        *,
+        invarying: bool = False,
+    ) -> Float[Array, "n s"]:
+        """See `Method`; the plan is computed again from the statistics of all workers."""
+        (stats, payload), to = packed, _typed(invarying)
+        with jax.named_scope("dynamiq_all_gather"):
+            layout = self.gather_layout(size, call.n_workers)
+            shared = self._plan_of_all(stats, layout, call, to)
+            like = jnp.zeros(size, dtype)
+            return self._gathered(payload, like, shared, layout, call, to)
+
+    def _plan_of_all(self, stats: Array, layout: Layout, call: Call, to: Varying) -> SharedPlan:
+        """The plan for all slices, in their order, from the statistics of every worker."""
+        # Every worker encodes as the slot of its number: [workers, k, rows] to [k, workers * rows].
+        stats = jnp.moveaxis(call.axis.all_gather(stats, to=to), 0, 1)
+        stats = stats.reshape(stats.shape[0], -1)
+        return shared_plan(stats, call.seed, layout, call.n_workers, self.backend)
+
+    def _gathered(
+        self,
+        payload: Payload,
+        like: Float[Array, " s"],
+        shared: SharedPlan,
+        layout: Layout,
+        call: Call,
+        to: Varying,
+    ) -> Float[Array, "n s"]:
+        """All slices, from every worker's payload; each is ``like`` this one in shape and dtype."""
+        codec = chunk_codec(like, shared, layout, call, backend=self.backend)
+        owners = jnp.arange(call.n_workers, dtype=jnp.int32)
+        everyone = Encoder(0, owners, owners)
+        payloads = call.axis.all_gather(payload, to=to)
+        result = codec.decode(payloads, owners, everyone, None)
+        return result.reshape(call.n_workers, -1)[:, : like.shape[0]]
+
+
+def _typed(invarying: bool) -> Varying:
+    return "invarying" if invarying else "varying"
 
 
 def _stages(n_workers: int, topology: Topology, collective: Collective) -> tuple[Stage, ...]:

@@ -1,11 +1,12 @@
 """From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
 
-The plan is a pure function of the light all-reduce's result, so that all workers hold the same
-plan without further talk. The super-groups of a shard (see `dynamiq_jax.methods.dynamiq.layout`)
-are ordered by energy and dealt to its C chunks in turn (rank q goes to chunk q mod C, position q
-div C): they get the same tile widths, and every payload of a stage has the same static size. Within
-that size the widths minimise the expected squared error above the stage's floor: all tiles are
-widened to the floor, and then the next upgrade is always the one that removes most error per word.
+The plan is a pure function of the light all-reduce's result, so all workers have the same plan
+without further communication. The super-groups of a shard (see
+`dynamiq_jax.methods.dynamiq.layout`) are ordered by energy and dealt to its C chunks in turn (rank
+q is at chunk q mod C, position q div C): the chunks have the same tile widths, and every payload of
+a stage has the same static size. Within this size the widths minimise the expected squared error
+above the stage's floor: first all tiles are widened to the floor; then the next upgrade is always
+the upgrade that removes most error per word.
 """
 
 import functools
@@ -34,9 +35,9 @@ class Plan(NamedTuple):
     mean: Float[Array, " M"]
     """The number that is subtracted from every coordinate of a super-group; finite."""
     mean_sum: Float[Array, " M"]
-    """n * mean, or NaN where some worker's super-group holds a NaN or an infinity."""
+    """n * mean, or NaN if a worker's super-group has a NaN or an infinity."""
     seed: UInt[Array, " 2"]
-    """Seed of the rounding."""
+    """The seed of the rounding."""
     energy: Float[Array, "shards T"]
     """The energies that widths were chosen for: the mean energy of the super-groups in tile t of a
     shard's chunks, summed over workers, f32."""
@@ -45,8 +46,8 @@ class Plan(NamedTuple):
 def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
     """One worker's message in the light all-reduce: bf16[stats_per_super_group, rows].
 
-    Means are divided by the number of workers beforehand, so that their sum is the mean. A squared
-    norm is finite if the super-group is, even where f32 overflows, and NaN otherwise.
+    Means are divided by the number of workers first, so that their sum is the mean. A squared norm
+    is finite if the super-group is finite, even if f32 overflows, and NaN otherwise.
     """
     n = layout.summed
     finite = jnp.isfinite(mean)
@@ -57,12 +58,12 @@ def pack_statistics(mean, sqnorm, layout: Layout) -> Array:
 
 @functools.lru_cache(maxsize=64)
 def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
-    """In what order tiles are widened: all to the floor, then where most error is removed.
+    """The order in which tiles are widened: first to the floor, then where this removes most error.
 
     A tile's energy is one of `ENERGY_LEVELS` levels below the largest, and the gain of an upgrade
-    at a level is that level's energy times the upgrade's gain. Returns int32[E + 1, U], one row for
-    each state, which is one upgrade of one level further than the last: how many levels, those of
-    most energy, have each upgrade by then.
+    at a level is that level's energy times the upgrade's gain. Returns int32[E + 1, U] with one row
+    for each state; a state has one upgrade of one level more than the previous state. A row says,
+    for each upgrade, how many of the levels with the most energy have it.
     """
     _, upgrades = width_upgrades(fmt, floor)
     step = np.arange(ENERGY_LEVELS)
@@ -76,6 +77,7 @@ def upgrade_order(fmt: WireFormat, floor: int | None = None) -> np.ndarray:
     # Pairs (level, upgrade), numbered level * U + upgrade: those to the floor, then by gain.
     order = np.lexsort((-gain.ravel(), np.broadcast_to(above_floor, gain.shape).ravel()))
     upgrade = order % max(len(upgrades), 1)
+    # taken[i, u]: how many of the first i + 1 pairs are upgrade u; `pad` adds a row for no pair.
     taken = np.cumsum(upgrade[:, None] == np.arange(len(upgrades)), axis=0)
     assert np.all(np.diff(taken, axis=1) <= 0), "an upgrade before the one that it follows"
     return np.pad(taken, ((1, 0), (0, 0))).astype(np.int32)
@@ -87,13 +89,14 @@ def upgrades_of(
 ) -> tuple[np.ndarray, Upgrades]:
     """`upgrade_order` of F floors, int32[U, F, E + 2], and the upgrades, see `pallas_kernels.deal`.
 
-    All are padded to equal lengths, and the last state comes twice. ``payload_words`` are the F
-    budgets in 32-bit words for ``tiles`` tiles. ``floors`` are what all tiles get before any gets
-    more, where the payload is large enough. `None` is the narrowest width of ``fmt``.
+    All are padded to equal lengths, and the last state is repeated. ``payload_words`` are the F
+    budgets in 32-bit words for ``tiles`` tiles. ``floors`` are the widths that all tiles get before
+    any tile gets more, if the payload is large enough. `None` is the narrowest width of ``fmt``.
     """
     upgrades = [width_upgrades(fmt, floor) for floor in floors]
     orders = [upgrade_order(fmt, floor).T for floor in floors]
     shape = max(1, *(len(u) for _, u in upgrades)), len(floors)
+    # taken[u, i, s]: the levels that have upgrade u under floor i in state s.
     taken = np.zeros((*shape, 1 + max(order.shape[1] for order in orders)), np.int32)
     words, wider = np.ones(shape, np.int32), np.zeros(shape, np.int32)
     # Floor i may have fewer upgrades and states: no tile gets the rest, and its last state repeats.
@@ -116,7 +119,7 @@ def upgrades_of(
 def make_plan(
     stats: Float[Array, "k M"], seed: Seed, layout: Layout, backend: Backend | None = None
 ) -> Plan:
-    """The plan that follows from the sum over workers of `pack_statistics`; see `seed_of`."""
+    """The plan from the sum of `pack_statistics` over workers; see `seed_of`."""
     sqnorm = stats[0].astype(jnp.float32)
     poisoned = ~jnp.isfinite(sqnorm)
     if layout.stats_per_super_group == 2:
@@ -130,16 +133,18 @@ def make_plan(
     energy = jnp.where(poisoned, 0.0, energy)
     mean_sum = jnp.where(poisoned, jnp.nan, mean * layout.summed)
     order, tiles, tile_energy = order_and_tiles(energy, layout, backend)
+    # Padding has the last indices, and mean zero.
     pad = (0, layout.super_groups - layout.rows)
     seed = seed_of(seed, stats)
     return Plan(order, tiles, jnp.pad(mean, pad), jnp.pad(mean_sum, pad), seed, tile_energy)
 
 
 def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
-    """One worker's message of a layout without a plan: some coordinates' squares and values, bf16.
+    """One worker's message without a plan: squares and values of some coordinates, bf16.
 
-    The seed of the rounding and the energy of the gradient follow from them.
+    The seed of the rounding and the energy of the gradient are computed from them.
     """
+    # The first coordinate of every super-group that is sampled.
     x = x[:: layout.sample_step * layout.super_group_size].astype(jnp.float32)
     return jnp.stack([x * x, x]).astype(jnp.bfloat16)
 
@@ -147,16 +152,18 @@ def sampled(x: Float[Array, " d"], layout: Layout) -> Float[Array, "2 samples"]:
 def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) -> Plan:
     """The plan of a layout without one: super-groups in their order, widths by `Layout.widths`.
 
-    Payloads carry NaN by themselves, see `pallas_kernels.WireFormat`. ``samples`` are the sum over
-    workers of `sampled`; of an all-gather those of all workers.
+    Payloads encode NaN, see `pallas_kernels.WireFormat`. ``samples`` are the sum of `sampled` over
+    workers, or in an all-gather the samples of all workers.
     """
     squares = samples[0].astype(jnp.float32)
     known = jnp.mean(jnp.where(jnp.isfinite(squares), squares, 0.0)) * layout.super_group_size
+    # Padding has no energy, so the mean over all super-groups is smaller than that over rows.
     energy = known * np.float32(layout.rows / layout.super_groups)
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
         widths = layout.widths(stage)
         words = np.array([layout.fmt.tile_words(w) for w in range(17)])[widths]
+        # A record starts where the record of the tile before it ends.
         records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
         tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
@@ -170,7 +177,7 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
 
 
 def _order_of_numbers(layout: Layout) -> Int[Array, "C m"]:
-    """Chunks of consecutive super-groups; padding has the numbers after all others."""
+    """Chunks of consecutive super-groups; padding has the indices after all others."""
     shape = layout.chunks, layout.chunk_super_groups
     number = jnp.arange(layout.super_groups, dtype=jnp.int32)
     if layout.shards > 1:
@@ -188,9 +195,9 @@ def order_and_tiles(
 ) -> tuple[Int[Array, "C m"], tuple[Int[Array, "C T"], ...], Float[Array, "shards T"]]:
     """``(order, tiles, energy)`` of a plan for super-groups of the given energies.
 
-    Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest), at a cost in
-    error of less than 1%. The mean energies of tiles have the same steps, so that they ascend as
-    well, but for rounding at the end of a level.
+    Energies are sorted in steps of 1/4 octave (down to 2^64 below a shard's largest), which
+    increases the error by less than 1%. The mean energies of tiles have the same steps, so they are
+    also ordered, except for rounding at the end of a level.
     """
     # Stages of equal budgets and floors share their tiles; ``different`` has each pair once.
     stages = tuple(zip(layout.payload_words, layout.floors, strict=True))
@@ -198,6 +205,7 @@ def order_and_tiles(
     payload_words, floors = zip(*different, strict=True)
     taken, upgrades = upgrades_of(layout.fmt, layout.chunk_tiles, payload_words, floors)
     shape = layout.chunks, layout.chunk_super_groups
+    # Each shard is ordered separately: [rows] becomes [shards, rows of a shard].
     energy = energy.reshape(layout.shards, -1)
     order, tiles, energy = deal(energy, jnp.asarray(taken), upgrades, shape, backend=backend)
     return order, tuple(tiles[different.index(stage)] for stage in stages), energy

@@ -1,0 +1,450 @@
+"""`dq.optax.sharded` of leaves none of whose dimensions divides by the workers: zeros end them."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax_steps
+import pytest
+from asserts import assert_close, assert_copies_equal, assert_same_bits, relative_error
+from cases import CHEAP, EXACT, daily, small
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, compilations, mesh_of, once, promoting, put
+
+import dynamiq_jax as dq
+import dynamiq_jax.optax
+from dynamiq_jax.tree.padding import split_dimension
+
+F32 = dataclasses.replace(EXACT, min_leaf_size=64)
+SOME = dataclasses.replace(CHEAP, min_leaf_size=64)
+RULES = {
+    "adamw": (optax.adamw(1e-2, weight_decay=0.1), None),
+    "sgd": (optax.sgd(0.1, momentum=0.9), None),
+    "clip": (optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)), 0.5),
+    "away from zero": (  # its update of a zero is none, and its state does not begin with zeros
+        optax.chain(
+            optax.scale_by_rss(initial_accumulator_value=0.5),
+            optax.stateless_with_tree_map(lambda g, p: g + 1 / p.size),
+        ),
+        None,
+    ),
+}
+
+
+def make(rule, n_axes="data", compression=F32, differences=F32, **options):
+    inner, max_norm = RULES[rule]
+    told = {"compression": compression, "differences": differences, "max_norm": max_norm}
+    return promoting(dq.optax.sharded(inner, n_axes, **told, **options))
+
+
+def given(params, state, grads):
+    """The gradients of one worker: an entry of an array of those of all."""
+    return jax.tree.map(lambda x: lax.squeeze(x, (0,)), grads)
+
+
+def drawn(seed):
+    """Workers, parameters, and integers as every worker's gradients: their sums are exact."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 9))
+    odd = lambda least: int(rng.integers(least // n + 1, 3 * least // n + 2)) * n + 1
+    shapes = {
+        "bias": (odd(70),),
+        "nested": [{"matrix": (odd(16), odd(9))}, (odd(20), 3)],
+        "even": (n * 4, 17),
+        "small": (5,),
+        "one": (),
+    }
+    params = jax.tree.map(
+        lambda shape: np.float32(rng.standard_normal(shape)),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple) and all(isinstance(d, int) for d in x),
+    )
+    steps = [
+        jax.tree.map(lambda x: np.float32(rng.integers(-9, 10, (n, *x.shape))), params)
+        for _ in range(3)
+    ]
+    return n, params, steps
+
+
+def plain(rule, params, steps):
+    """Parameters after updates by the mean gradients, on one device."""
+    inner, max_norm = RULES[rule]
+    clip = optax.identity() if max_norm is None else optax.clip_by_global_norm(max_norm)
+    optimizer = promoting(optax.chain(clip, inner))
+    state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, state, grads):
+        means = jax.tree.map(lambda x: jnp.sum(x, 0) / x.shape[0], grads)
+        updates, state = optimizer.update(means, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for grads in steps:
+        params, state = step(params, state, grads)
+    return params
+
+
+def assert_ends_are_zeros(state):
+    """In all that workers keep, of which some leaves are padded."""
+    padded = [
+        pair
+        for pair in zip(state.padding, jax.tree.leaves((state.masters, state.inner)), strict=True)
+        if pair[0].zeros
+    ]
+    assert padded
+    for padding, x in padded:
+        ends = np.moveaxis(np.asarray(x), padding.dimension, 0)[-padding.zeros :]
+        assert ends.size and not ends.any()
+
+
+def train(rule, n, params, steps, **options):
+    """Parameters and state after updates that are compiled once."""
+    optimizer, mesh = make(rule), auto_mesh(n)
+    state = dq.optax.init(optimizer, params, mesh)
+    step = optax_steps.stepper(optimizer, state, given, mesh, **options)
+    found = put(params, mesh)
+    for number, grads in enumerate(steps):
+        grads = put(grads, mesh, P("data"))
+        with compilations() as compiled:
+            found, state = step(found, state, grads)
+        assert bool(compiled) == (number == 0)
+    return found, state
+
+
+SEEDS = range(24)
+
+
+@pytest.mark.parametrize("seed", daily(SEEDS, [0, 1, 2, 3]))
+def test_padded_leaves_train_as_plain_optax_does(seed):
+    """Of SGD bit for bit; XLA compiles divisions and roots of other shapes to other last bits."""
+    (n, params, steps), rule = drawn(seed), [*RULES][seed % len(RULES)]
+    found, state = train(rule, n, params, steps, check_vma=seed % 2 == 0)
+    assert_ends_are_zeros(state)
+    expected = plain(rule, params, steps)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
+    assert_copies_equal(found)
+    if rule == "sgd":
+        assert_same_bits(jax.device_get(state.unpadded()), jax.device_get(expected))
+    assert_close(state.unpadded(), expected)
+    assert_close(found, expected)
+    # All large leaves are split: a worker has no more of one than its share, and one row.
+    for own, whole in zip(*map(jax.tree.leaves, (state.masters, params)), strict=True):
+        part = own.addressable_shards[-1].data
+        assert (part.size < whole.size) == (whole.size >= 64)
+        assert own.size < 2 * whole.size
+
+
+@pytest.mark.parametrize("rule", daily(["adamw", "clip"], ["clip"]))
+def test_zeros_by_hand_give_the_same_bits(rule):
+    """The norm for the clip included: its sum has the same terms in the same order."""
+    params, steps = {"w": np.linspace(-1, 1, 69, dtype=np.float32), "v": np.ones((9, 35), "f")}, []
+    rng, ends = np.random.default_rng(0), {"w": ((0, 3),), "v": ((0, 0), (0, 5))}
+    for _ in range(3):
+        steps.append({k: np.float32(rng.standard_normal((8, *x.shape))) for k, x in params.items()})
+    found, state = train(rule, 8, params, steps)
+    by_hand = {k: np.pad(x, ends[k]) for k, x in params.items()}
+    padded = [{k: np.pad(x, ((0, 0), *ends[k])) for k, x in grads.items()} for grads in steps]
+    copies, expected = train(rule, 8, by_hand, padded)
+    kept = lambda state: jax.device_get((state.masters, state.inner, state.norm))
+    assert_same_bits(kept(state), kept(expected))
+    assert_same_bits(found, {"w": copies["w"][:69], "v": copies["v"][:, :35]})
+
+
+def test_norms_and_noise_stop_where_the_leaf_does():
+    """What payloads say of zeros at the end is noise, and neither masters nor norms have it."""
+    params = {"w": jnp.zeros(9), "v": jnp.zeros((9, 9))}
+    method = small(dq.DynamiQ(bits=3, dither=True))
+    optimizer = promoting(
+        dq.optax.sharded(optax.sgd(1.0), "data", compression=method, differences=F32)
+    )
+    mesh = auto_mesh(8)
+    state = dq.optax.init(optimizer, params, mesh)
+    step = optax_steps.stepper(optimizer, state, given, mesh)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda x: np.float32(rng.standard_normal((8, *x.shape))), params)
+    _, after = step(put(params, mesh), state, put(grads, mesh, P("data")))
+    assert_ends_are_zeros(after)
+    assert jax.tree.map(jnp.shape, after.masters) == {"w": (16,), "v": (9, 16)}
+    moved = [np.asarray(x) for x in jax.tree.leaves(after.unpadded())]
+    norm = math.sqrt(sum(np.sum(np.square(x)) for x in moved))
+    np.testing.assert_allclose(after.norm, norm, rtol=1e-6)
+    exact = [-np.mean(x, 0) for x in jax.tree.leaves(grads)]
+    assert all(1e-4 < relative_error(x, right) < 0.5 for x, right in zip(moved, exact, strict=True))
+
+
+def test_which_dimension_is_split():
+    """One that divides if there is one, else the longer one with least zeros, and layers last."""
+    for lengths, n, taken, expected in (
+        ((50257, 768), 64, (), 1),
+        ((50257, 769), 64, (), 0),
+        ((1001,), 8, (), 0),
+        ((8, 1001), 8, (), 0),
+        ((12, 1001, 37), 8, (), 1),
+        ((12, 7, 5), 8, (), 0),
+        ((63, 65), 8, (), 1),
+        ((300, 33), 8, (), 0),
+        ((301, 33), 8, (0,), 1),
+        ((7, 7, 7, 7), 8, (), None),
+        ((), 8, (), None),
+    ):
+        assert split_dimension(lengths, n, taken) == expected
+
+
+def test_outside_of_maps_on_explicit_axes():
+    """Another axis splits leaves along other dimensions, or the only one: that one stays whole."""
+    rng = np.random.default_rng(0)
+    shapes = {"w": (34, 17), "v": (17,), "out": (17, 38), "b": (38,)}
+    params = {name: np.float32(rng.standard_normal(shape) / 4) for name, shape in shapes.items()}
+    specs = {"w": P("model"), "v": P(), "out": P(None, "model"), "b": P("model")}
+    mesh = mesh_of(4, 2, kind=AxisType.Explicit)
+    least = dataclasses.replace(F32, min_leaf_size=9)
+    optimizer = make("adamw", compression=least, differences=least)
+
+    def loss_of(params, x):
+        hidden = jnp.tanh(x @ params["w"] + params["v"][None])
+        return jnp.mean(jnp.square(hidden @ params["out"] + params["b"][None] - 1))
+
+    grad_fn = dq.value_and_grad(loss_of, axis_name="data", compression=F32, reduce=False)
+
+    @jax.jit
+    def step(params, state, x):
+        updates, state = optimizer.update(grad_fn(params, x)[1], state, params)
+        return optax.apply_updates(params, updates), state
+
+    x = np.float32(rng.standard_normal((8, 34)))
+    with jax.set_mesh(mesh):
+        found = put(params, mesh, specs)
+        state = dq.optax.init(optimizer, found, mesh)
+        assert state.masters["w"].shape == (34, 20)
+        assert state.masters["w"].sharding.spec == P("model", "data")
+        for _ in range(2):
+            found, state = step(found, state, put(x, mesh, P("data")))
+    assert state.masters["v"].shape == (20,)
+    assert state.masters["out"].sharding.spec == P("data", "model")
+    assert (state.masters["b"].shape, state.splits[0]) == ((38,), P("model"))
+    assert state.inner[0].mu["v"].addressable_shards[0].data.shape == (5,)
+    expected = optax_steps.plain(promoting(RULES["adamw"][0]), loss_of, params, [x, x])
+    assert_close(found, expected)
+    assert_copies_equal(found)
+
+
+SHAPES = {"w": (69,), "v": (9, 35), "few": (5,)}
+
+
+@once
+def trained():
+    """Parameters and gradients of eight workers for four updates."""
+    keys = iter(jax.random.split(jax.random.key(0), 5 * len(SHAPES)))
+    normal = lambda *first: {
+        k: jax.random.normal(next(keys), (*first, *s)) for k, s in SHAPES.items()
+    }
+    return normal(), [normal(8) for _ in range(4)]
+
+
+def as_before(state):
+    """The state as the version before had it: these leaves were whole, and no norm was kept."""
+    leaves, treedef = jax.tree.flatten((state.masters, state.inner))
+    masters, inner = treedef.unflatten(p.cut(x) for p, x in zip(state.padding, leaves, strict=True))
+    gaps = dataclasses.replace(state.gaps, value=jnp.zeros_like(state.gaps.value))
+    told = {"masters": masters, "inner": inner, "gaps": gaps}
+    return jax.device_get(dataclasses.replace(state, **told, norm=None, skipped_in_a_row=None))
+
+
+CHECKPOINTS = [(8, True), (3, False), (3, True), (7, False), (1, False)]
+
+
+@pytest.mark.parametrize(("n", "before"), daily(CHECKPOINTS, CHECKPOINTS[:2]))
+def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n, before):
+    """Ends are cut and others are put on: of 3 workers one leaf has none, and of 8 it had 3."""
+    params, steps = trained()
+    found, state = train("adamw", 8, params, steps[:2])
+    saved = optax_steps.saved_and_restored(tmp_path, as_before(state) if before else state)
+    assert saved["masters"]["w"].shape == ((69,) if before else (72,))
+    optimizer, mesh = make("adamw"), auto_mesh(n)
+    fresh = dq.optax.init(optimizer, params, mesh)
+    if before:
+        with pytest.warns(UserWarning, match="norm was not saved"):
+            again = dq.optax.restore_state(saved, fresh)
+    else:
+        again = dq.optax.restore_state(saved, fresh)
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
+        )
+        fits = dataclasses.replace(again, gaps=shapes.gaps)
+        assert jax.tree.map(jnp.shape, fits) == jax.tree.map(lambda x: x.shape, shapes)
+    assert_same_bits(jax.device_get(again.unpadded()), jax.device_get(state.unpadded()))
+    assert jax.tree.map(jnp.shape, again.masters) == jax.tree.map(jnp.shape, fresh.masters)
+    assert_same_bits(as_before(again).inner, as_before(state).inner)
+    step = optax_steps.stepper(optimizer, again, given, mesh)
+    found = put(jax.device_get(found), mesh)
+    for grads in steps[2:]:
+        means = jax.tree.map(lambda x: np.stack([x.mean(0)] * n), grads)
+        found, again = step(found, again, put(means, mesh, P("data")))
+    assert_close(again.unpadded(), plain("adamw", params, steps))
+    assert_close(found, plain("adamw", params, steps))
+
+
+def test_what_does_not_fit_is_refused():
+    """An end that is not zero is a part of another model; a wrong parameter is no padded one."""
+    params, steps = trained()
+    found, state = train("sgd", 8, params, steps[:1])
+    fresh = dq.optax.init(make("sgd"), params, auto_mesh(3))
+    saved = jax.device_get(state)
+    other = saved.masters | {"v": saved.masters["v"] + np.float32(1)}
+    with pytest.raises(
+        ValueError, match=r"masters/v has \(9, 40\) .*optimizer has \(9, 35\)|\(9, 36\)"
+    ):
+        dq.optax.restore_state(dataclasses.replace(saved, masters=other), fresh)
+    short = saved.masters | {"w": saved.masters["w"][:66]}
+    with pytest.raises(ValueError, match=r"masters/w has \(66,\)"):
+        dq.optax.restore_state(dataclasses.replace(saved, masters=short), fresh)
+    for wrong in (found | {"w": jnp.zeros(72)}, found | {"w": jnp.zeros(68)}):
+        shape = re.escape(str(wrong["w"].shape))
+        message = rf"leaf w has shape {shape}, and its master \(72,\), 3 zeros included"
+        with pytest.raises(ValueError, match=message):
+            dq.optax.set_masters(state, wrong)
+        step = optax_steps.stepper(make("sgd"), state, given, auto_mesh())
+        grads = steps[1] | {"w": jnp.zeros((8, *wrong["w"].shape))}
+        with pytest.raises(ValueError, match=rf"leaf w has shape {shape}.* is a slice of \(69,\)"):
+            jax.eval_shape(step, wrong, state, grads)
+
+
+def test_masters_are_set_and_begin_alike_inside_of_maps():
+    params, steps = trained()
+    found, state = train("away from zero", 8, params, steps[:1])
+    loaded = jax.tree.map(lambda x: np.asarray(x) + np.float32(1), params)
+    specs, optimizer = dq.optax.state_specs(state), make("away from zero")
+    maps = {"mesh": auto_mesh(), "out_specs": specs}
+    inside = jax.shard_map(dq.optax.set_masters, in_specs=(specs, P()), check_vma=False, **maps)
+    for after in (dq.optax.set_masters(state, loaded), jax.jit(inside)(state, loaded)):
+        assert_same_bits(jax.device_get(after.unpadded()), loaded)
+        assert_ends_are_zeros(after)
+    first = jax.jit(jax.shard_map(optimizer.init, in_specs=P(), **maps))(params)
+    outside = dq.optax.init(optimizer, params, auto_mesh())
+    assert_same_bits(jax.device_get(first), jax.device_get(outside))
+    assert_ends_are_zeros(first)
+
+
+def embed(w, x):
+    return jnp.tanh(x @ w["in"])
+
+
+def block(w, x):
+    return jnp.tanh(x @ w["kernel"]) + w["bias"][None]
+
+
+def head(w, x):
+    return jnp.mean(jnp.square(x @ w["out"]))
+
+
+FUNCTIONS = [embed, block, block, head]
+
+
+@once
+def model():
+    """Parameters of the functions, none of whose matrices has a dimension of a multiple of 4."""
+    keys = jax.random.split(jax.random.key(0), 5)
+    normal = lambda i, *shape: jax.random.normal(keys[i], shape) / 4
+    blocks = [{"kernel": normal(i, 17, 17), "bias": jnp.full(17, 0.1)} for i in (1, 2)]
+    return [{"in": normal(0, 30, 17)}, *blocks, {"out": normal(3, 17, 63)}], normal(4, 8, 30)
+
+
+def loss_of(params, x):
+    for function, own in zip(FUNCTIONS, params, strict=True):
+        x = function(own, x)
+    return x
+
+
+@pytest.mark.parametrize("differences", daily([F32, SOME], [SOME]), ids=["exact", "some"])
+def test_gradients_and_differences_travel_in_a_pipeline(differences):
+    """Deferred differences have the bits of the others, and what `gathered` says is taken."""
+    params, x = model()
+    mesh, seen = auto_mesh(4), []
+    for deferred in (False, True):
+        optimizer = make("clip", differences=differences, deferred=deferred)
+        state = dq.optax.init(optimizer, params, mesh)
+        specs = dq.optax.state_specs(state)
+
+        def step(params, state, x, optimizer=optimizer, specs=specs):
+            def loss(masters):
+                told = {"specs": specs.masters, "copies": params, "compression": F32}
+                if state.pending is not None:
+                    return dq.sequential(
+                        FUNCTIONS, masters, x, "data", pending=state.pending, **told
+                    )
+                if differences is F32:
+                    return dq.sequential(FUNCTIONS, masters, x, "data", **told), params
+                return loss_of(dq.reduce_in_backward(masters, "data", **told), x), params
+
+            (_, params), grads = jax.value_and_grad(loss, has_aux=True)(state.masters)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        maps = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs)}
+        run, found = jax.jit(jax.shard_map(step, mesh=mesh, **maps)), put(params, mesh)
+        for _ in range(3):
+            before = found if deferred is False else dq.optax.gathered(found, state)
+            found, state = run(found, state, put(x, mesh, P("data")))
+            assert_copies_equal(found)
+            assert_ends_are_zeros(state)
+        seen.append((dq.optax.gathered(found, state), state.unpadded(), before))
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, params)
+    if differences is F32:
+        assert_same_bits(*map(jax.device_get, seen))
+        assert_close(seen[1][1], plain_model(params, x))
+    else:
+        current, masters = seen[1][:2]
+        for now, behind, master in zip(
+            *map(jax.tree.leaves, (current, found, masters)), strict=True
+        ):
+            errors = [np.linalg.norm(np.asarray(x) - np.asarray(master)) for x in (now, behind)]
+            assert errors[0] <= 0.8 * errors[1]
+
+
+def plain_model(params, x):
+    inner, max_norm = RULES["clip"]
+    optimizer = promoting(optax.chain(optax.clip_by_global_norm(max_norm), inner))
+    return optax_steps.plain(optimizer, loss_of, params, [x] * 3)
+
+
+def test_bytes_of_state_and_wire_shrink_and_are_told():
+    params = {
+        "bias": np.ones(1001, "f"),
+        "table": np.ones((1013, 3), "f"),
+        "kernel": np.ones((64, 64), "f"),
+    }
+    method = dq.Compression(
+        dq.DynamiQ(bits=5), min_leaf_size=1000, min_bucket_bytes=0, min_bucket_size=1
+    )
+    told = dq.explain(params, 8, compression=method, verbose=False)
+    assert [
+        (leaf.name, leaf.shape, leaf.padded_shape, leaf.kept_bytes) for leaf in told.padded
+    ] == [
+        ("['bias']", (1001,), (1008,), 7 * 12),
+        ("['table']", (1013, 3), (1016, 3), 9 * 12),
+    ]
+    line = "Sharded updates pad 2 leaves with zeros, 192 bytes of the state of all 8 workers: "
+    assert line + "['bias'] 1001 to 1008, ['table'] 1013x3 to 1016x3" in str(told)
+    even = dq.explain({"kernel": params["kernel"]}, 8, compression=method, verbose=False)
+    assert even.padded == () and "zeros" not in str(even)
+    optimizer = dq.optax.sharded(optax.adam(1e-3), "data", compression=method)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    kept = sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((state.masters, state.inner))
+    )
+    sizes = [1008, 3 * 1016, 64 * 64]
+    assert kept == 12 * sum(sizes) // 8 + 4  # and the count of steps
+    (way,) = (way for way in told.ways if way.name == "sharded updates")
+    assert way.kept_bytes == 4 * sum(x.size for x in params.values()) + 12 * sum(sizes) / 8
+    step = optax_steps.stepper(promoting(optimizer), state, given, auto_mesh())
+    grads = jax.tree.map(lambda x: np.ones((8, *x.shape), "f"), params)
+    text = step.lower(params, state, grads).compile().as_text()
+    floats = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:reduce|gather|to-all)", text)
+    sent = [math.prod(map(int, shape.split(","))) for shape in floats]
+    assert sent and max(sent) < 500  # nothing large travels in 32 bits
