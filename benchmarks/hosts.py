@@ -41,7 +41,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dynamiq_jax.request.ways import bytes_per_second
+from dynamiq_jax.compression.ways import bytes_per_second
 
 GRACE = 30
 """Seconds that hosts may go on after one of them has failed."""

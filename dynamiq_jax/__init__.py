@@ -11,13 +11,13 @@ loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # in 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dynamiq_jax.collectives.all_reduce import pmean, psum, reduce
-from dynamiq_jax.collectives.all_to_all import all_to_all
-from dynamiq_jax.collectives.halves import all_gather, psum_scatter
+from dynamiq_jax.compression.compression import Compression, explain
 from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
-from dynamiq_jax.request.compression import Compression, explain
+from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
+from dynamiq_jax.reduction.all_to_all import all_to_all
+from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
 from dynamiq_jax.training.pipeline import sequential

@@ -311,7 +311,7 @@ def test_settings_are_all_combinations_over_topologies_that_suit():
 
 def test_settings_lift_the_limit_for_fast_links_where_it_stops_everything(monkeypatch):
     """It goes by the kind of GPU. It stays where something is compressed."""
-    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     small, large = (jax.ShapeDtypeStruct((size,), jnp.bfloat16) for size in (2**20, 2**28))
     for tree, lifted in (([small], 8 * 16 * 8 * 256), ([small, large], None)):
         (found,) = settings.settings(tree, (8,), [4], [dq.Ring()])

@@ -18,9 +18,9 @@ from processes import coordinator, outputs
 from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import agreement
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import fingerprint
-from dynamiq_jax.request import agreement
-from dynamiq_jax.request.compression import as_compression
 
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
 

@@ -13,9 +13,9 @@ from test_wire_bytes import lower, moved_bits
 from workers import OnHost, auto_mesh, gradient, mesh_of, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.tree.leaves import describe_leaves
 
 N = 4

@@ -20,9 +20,9 @@ from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
-from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -219,7 +219,7 @@ def test_the_limit_is_of_as_many_gpus_or_the_next_that_were_measured(monkeypatch
 )
 def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, collective, least):
     """The smallest bucket that is compressed is sent by all_to_all, smaller ones by XLA's sum."""
-    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     n, options = 4, {"tiled": True} if collective == "psum_scatter" else {}
     method = dq.Compression(dq.DynamiQ(backend="jnp"), topology=dq.Direct())
     reduce = functools.partial(
@@ -236,7 +236,7 @@ def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, coll
 
 
 def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypatch):
-    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))
     gather = functools.partial(dq.all_gather, axis_name="data", tiled=True, compression=method)
     smallest = -(-psum_scatter_bytes(n) // (4 * n))

@@ -17,8 +17,8 @@ from cases import LOOP, daily, first_state, small, stepper
 from workers import gradient
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods import error_feedback
-from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(3)
 SIZE = 3011

@@ -21,7 +21,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 import pallas_kernels.backend
 from dynamiq_jax import fields
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from pallas_kernels import resolve_backend
 
 FIELDS = [

@@ -16,8 +16,8 @@ from test_wire_bytes import TREE, lower, moved_bits
 from workers import compilations, gradient
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 
 KEY = jax.random.key(1)
 

@@ -10,7 +10,7 @@ import pytest
 from cases import SMALL, limits_of, wire_bits
 
 import dynamiq_jax as dq
-from dynamiq_jax.request.ways import bytes_per_second
+from dynamiq_jax.compression.ways import bytes_per_second
 
 pytestmark = pytest.mark.usefixtures("padding_counts")
 
@@ -165,7 +165,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
 )
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
     """Its workers are more than the devices here, which could be any: fast ones, with engines."""
-    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith(topology)

@@ -20,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import reduction
 from dynamiq_jax.methods.metrics import vnmse
+from dynamiq_jax.reduction import reduction
 
 OPTIONS = {"axis_name": "data", "compression": EXACT}
 

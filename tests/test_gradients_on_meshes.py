@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 METHODS = {"automatic": EXACT, "explicit": small(dq.F32(), exclude="bias|scale")}

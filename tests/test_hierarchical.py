@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 NAMES = ("pod", "node", "gpu")

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
-import dynamiq_jax.request.compression
+import dynamiq_jax.compression.compression
 import pallas_kernels as pk
 
 ROOT = Path(dq.__file__).parent
@@ -199,13 +199,13 @@ def test_a_psum_climbs_rarely():
 
 @pytest.mark.parametrize("metrics", [False, True])
 def test_leaves_are_grouped_once(monkeypatch, metrics):
-    group, calls = dynamiq_jax.request.compression.group_leaves, []
+    group, calls = dynamiq_jax.compression.compression.group_leaves, []
 
     def spy(leaves, **options):
         calls.append(leaves)
         return group(leaves, **options)
 
-    monkeypatch.setattr(dynamiq_jax.request.compression, "group_leaves", spy)
+    monkeypatch.setattr(dynamiq_jax.compression.compression, "group_leaves", spy)
     known = {"c": jnp.ones(300)}  # on all workers, which JAX knows
     trace(lambda tree: dq.reduce(tree | known, "data", compression=CHEAP, metrics=metrics)[::2])
     grouped = sorted(leaf.index for leaves in calls for leaf in leaves)

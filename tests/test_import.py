@@ -1,5 +1,6 @@
 """`import dynamiq_jax` loads and shows little, and works without the extra `[cli]`."""
 
+import importlib
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import ByPath
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -62,6 +64,7 @@ import jax, optax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec as P
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import ByPath
 
 method = dq.Compression(dq.DynamiQ(), min_leaf_size=0, min_bucket_size=0, min_bucket_bytes=0)
 params = {"w": jnp.ones((512, 64))}
@@ -170,3 +173,15 @@ def test_every_script_of_the_benchmarks_loads():
     )
     result = python(code)
     assert names and result.returncode == 0, result.stderr
+
+
+def test_the_former_name_of_the_compression_package_warns():
+    """`dynamiq_jax.request` was on the API page of version 0.3."""
+    for name in [name for name in sys.modules if name.startswith("dynamiq_jax.request")]:
+        del sys.modules[name]
+    with pytest.warns(DeprecationWarning, match="is now dynamiq_jax.compression") as found:
+        former = importlib.import_module("dynamiq_jax.request.explanation")
+        types = importlib.import_module("dynamiq_jax.request.compression")
+    assert len(found) == 1
+    assert former.Explanation is type(dq.explain({}, 8, verbose=False))
+    assert types.ByPath is ByPath

@@ -30,8 +30,8 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.collectives import reduction
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.reduction import reduction
 
 N, DIM, LAYERS = 4, 128, 3
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit

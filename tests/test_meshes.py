@@ -15,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, gradient, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 
 N, PARTS, MODEL = 4, 2, 1
 SPECS = {"columns": P(None, "model"), "norm": P(), "other": P(None), "rows": P("model", None)}

@@ -14,8 +14,8 @@ from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import compat
-from dynamiq_jax.request.compression import as_compression
 
 N = 4
 LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)

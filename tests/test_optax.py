@@ -18,7 +18,7 @@ from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 N = 8
 SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile

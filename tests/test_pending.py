@@ -20,7 +20,7 @@ from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.collectives import pending as pending_module
+from dynamiq_jax.reduction import pending as pending_module
 
 LIMITS = {"min_leaf_size": DIM * DIM, "min_bucket_size": 1, "min_bucket_bytes": 0}
 F32 = dataclasses.replace(EXACT, **LIMITS)

@@ -13,7 +13,7 @@ from jax import lax
 from workers import OnHost, anchored, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 DEFAULT = METHODS["default"]
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))

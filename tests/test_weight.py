@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh, gradient
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import as_compression
 
 N, SIZE = 4, 3000
 EXACT = dq.Compression(dq.F32(), min_leaf_size=0, min_bucket_size=0)

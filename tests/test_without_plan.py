@@ -102,7 +102,7 @@ def test_layouts_count_the_samples_that_travel(collective, rows):
 
 
 def test_fast_links_take_no_plan_unless_told(monkeypatch):
-    monkeypatch.setattr("dynamiq_jax.request.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
 
     def method(**fields):
         return dq.Compression(dq.DynamiQ(**fields)).route((8,)).method

@@ -12,7 +12,7 @@ from dynamiq_jax.commands.bench import all_reduce, contenders, settings, tables
 from dynamiq_jax.commands.bench.advice import check, decide
 from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
-from dynamiq_jax.request.compression import Compression
+from dynamiq_jax.compression.compression import Compression
 
 
 def command(

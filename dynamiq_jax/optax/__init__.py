@@ -10,10 +10,10 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 ```
 """
 
-from dynamiq_jax.collectives.halves import pack
 from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
 from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded, warn_of_skipped
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
+from dynamiq_jax.reduction.scatter_gather import pack
 
 __all__ = [
     "AllReduceState",

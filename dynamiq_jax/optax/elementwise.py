@@ -24,8 +24,8 @@ from jax import Array, lax
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.reduction import split_of, whole_shape
 from dynamiq_jax.core.compat import evaluate, inner_jaxprs, varying_axes, with_constants
+from dynamiq_jax.reduction.reduction import split_of, whole_shape
 from dynamiq_jax.tree.padding import Padding
 from dynamiq_jax.tree.placement import axes_of
 

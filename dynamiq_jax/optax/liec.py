@@ -10,16 +10,16 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import reducer_for
-from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.minmax import MinMax
+from dynamiq_jax.compression.compression import Compression, as_compression
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.replicated import first_memory
 from dynamiq_jax.optax.state import PerWorker, known_sizes
-from dynamiq_jax.request.compression import Compression, as_compression
+from dynamiq_jax.reduction.all_reduce import reducer_for
+from dynamiq_jax.reduction.reduction import Reduction
 
 
 class LIECState(NamedTuple):
@@ -61,8 +61,8 @@ def liec(
       ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request = as_compression(compression, method=method, default=MinMax())
-    exchange = dataclasses.replace(request, method=LocalError(request.method))
+    compression = as_compression(compression, method=method, default=MinMax())
+    exchange = dataclasses.replace(compression, method=LocalError(compression.method))
 
     def init(params) -> Any:
         sizes, inside = known_sizes(axis, "liec")

@@ -8,14 +8,14 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.collectives.all_reduce import reducer_for
-from dynamiq_jax.collectives.reduction import Reduction
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.reduction.all_reduce import reducer_for
+from dynamiq_jax.reduction.reduction import Reduction
 
 
 class AllReduceState(NamedTuple):

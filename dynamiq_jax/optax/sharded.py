@@ -23,15 +23,8 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.explicit_sums import (
-    check_axes,
-    is_outside,
-    mesh_of,
-    resharded,
-    unreduced_axes,
-)
-from dynamiq_jax.collectives.pending import Pending, own_slice
-from dynamiq_jax.collectives.reduction import Reduction, gathers_of, split_of, whole_shape
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
@@ -40,8 +33,15 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.request.ways import DIFFERENCES
+from dynamiq_jax.reduction.explicit_sums import (
+    check_axes,
+    is_outside,
+    mesh_of,
+    resharded,
+    unreduced_axes,
+)
+from dynamiq_jax.reduction.pending import Pending, own_slice
+from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
 from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
@@ -217,9 +217,11 @@ def sharded(
         over other axes; or the call is outside of maps on a mesh that is not Explicit.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    request = as_compression(compression, method=method)
-    gathers = gathers_of(differences, request)  # with its limits, unless differences have their own
-    total = Reduction(axis, request, "mean", gathers=gathers, to="invarying")
+    compression = as_compression(compression, method=method)
+    gathers = gathers_of(
+        differences, compression
+    )  # with its limits, unless differences have their own
+    total = Reduction(axis, compression, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
@@ -227,7 +229,7 @@ def sharded(
     def init(params) -> Any:
         sizes, inside = known_sizes(axis, "sharded")
         assert sizes is not None
-        placed = _places(params, axis, sizes, request, specs, inside)
+        placed = _places(params, axis, sizes, compression, specs, inside)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         names = frozenset().union(*map(axes_of, placed))
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
@@ -306,7 +308,7 @@ def _places(
     params: Any,
     axis: Axis,
     sizes: tuple[int, ...],
-    request: Compression,
+    compression: Compression,
     specs: Any,
     inside: bool,
 ) -> list[P]:
@@ -318,7 +320,7 @@ def _places(
     else:
         given = flat_specs(specs, params, mesh.axis_names)
     leaves, whole, found = describe_leaves(params), [], []
-    for leaf, spec, method in zip(leaves, given, request.methods_of(leaves), strict=True):
+    for leaf, spec, method in zip(leaves, given, compression.methods_of(leaves), strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
             raise ValueError(
                 f"leaf {leaf.path} is {leaf.dtype.name}, and its master would be float32, which "
@@ -338,7 +340,7 @@ def _places(
         if method is None or leaf.dtype.name not in COMPRESSED_DTYPES:
             large = False
         else:
-            least = request.route(sizes, method).limits.min_leaf_size
+            least = compression.route(sizes, method).limits.min_leaf_size
             large = math.prod(lengths) >= least
         taken = [d for d, k in enumerate(parts) if k > 1]  # zeros would end each of their parts
         dimension = split_dimension(lengths, n, taken)

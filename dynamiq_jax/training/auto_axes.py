@@ -14,9 +14,6 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.buckets import share_of, weigh
-from dynamiq_jax.collectives.reduction import Reduction, split_of, warn_of_gather
-from dynamiq_jax.collectives.worker_gradients import WorkerGradients
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
@@ -24,6 +21,9 @@ from dynamiq_jax.core.constraints import REMEDY, Recorded, record
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.buckets import share_of, weigh
+from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
+from dynamiq_jax.reduction.worker_gradients import WorkerGradients
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (

@@ -12,9 +12,9 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.reduction import warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.reduction.reduction import warn_of_gather
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_above_one, axes_of, flat_specs, n_parts, names_of
 

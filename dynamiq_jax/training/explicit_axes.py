@@ -19,19 +19,19 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.explicit_sums import (
-    large_leaves,
-    reduce_unreduced,
-    resharded,
-    unreduced_axes,
-)
-from dynamiq_jax.collectives.reduction import Reduction, warn_of_gather
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.explicit_sums import (
+    large_leaves,
+    reduce_unreduced,
+    resharded,
+    unreduced_axes,
+)
+from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
 from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
 from dynamiq_jax.training.explicit_shards import (
     BACKWARD,

@@ -18,16 +18,16 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.explicit_sums import (
+from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
+from dynamiq_jax.core.seeds import check_key, key_words
+from dynamiq_jax.reduction.explicit_sums import (
     large_leaves,
     mesh_of,
     reduce_unreduced,
     resharded,
     scattered_spec,
 )
-from dynamiq_jax.collectives.reduction import Reduction
-from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
-from dynamiq_jax.core.seeds import check_key, key_words
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import restrict_spec
 
 _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)

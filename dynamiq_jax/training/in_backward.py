@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.collectives.explicit_sums import is_outside
-from dynamiq_jax.collectives.reduction import Reduction, gathers_of
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.reduction.explicit_sums import is_outside
+from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.explicit_shards import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
-from dynamiq_jax.collectives.pending import Pending
-from dynamiq_jax.collectives.reduction import Reduction, gathers_of
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import Method
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.reduction.pending import Pending
+from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import Pipeline, Seeds, Traces, announce, arrive, send
 from dynamiq_jax.training.phases import Progress

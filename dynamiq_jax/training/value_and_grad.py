@@ -13,13 +13,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.explicit_sums import is_explicit, mesh_of
-from dynamiq_jax.collectives.reduction import Reduction
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.reduction.explicit_sums import is_explicit, mesh_of
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, closed_over
 from dynamiq_jax.training.batches import leaf_specs
 from dynamiq_jax.training.explicit_axes import ExplicitGrad

@@ -61,7 +61,7 @@ class Bucket(NamedTuple):
 
     leaves: tuple[Leaf, ...]
     route: Any = None
-    """How it is reduced: a `request.routes.Route`."""
+    """How it is reduced: a `compression.routes.Route`."""
 
     @property
     def dtype(self) -> np.dtype:

@@ -27,10 +27,10 @@ import dynamiq_jax.optax
 from dynamiq_jax.comparators import hadamard, lanes, mx, sidco, thc
 from dynamiq_jax.comparators.local_error import LocalError
 from dynamiq_jax.comparators.powersgd import orthonormal
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.optax import liec
-from dynamiq_jax.request.compression import as_compression
 from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
-from dynamiq_jax.request.compression import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 

@@ -29,9 +29,9 @@ from dynamiq_jax.commands.bench.contenders import Contender
 from dynamiq_jax.commands.bench.timing import Timing, compile_calls, repeat_on_device, time_calls
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.core.xla import compiled_by, compiler_options, jit
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.request.compression import Compression
 
 AXES = ("node", "gpu")
 """The axes of the mesh; one node has the last of them alone."""

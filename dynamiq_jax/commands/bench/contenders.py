@@ -271,20 +271,20 @@ def parse_method(text: str, topology: Any) -> Contender:
     """The contender meant by ``text``, as ``dynamiq:5`` (name, wire bits per coordinate)."""
     method = make_method(text)
     topology = None if is_native(method) else topology
-    request = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
+    compression = dq.Compression(method, topology=topology, min_leaf_size=0, min_bucket_size=0)
     matrices = isinstance(method, MatrixMethod)
 
     def wire_bytes(coords: int, sizes: tuple[int, ...]) -> int:
         # Methods of matrices get rows of COLUMNS, the last one padded.
         shape = (-(-coords // COLUMNS), COLUMNS) if matrices else (coords,)
         leaf = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        return round(request.explain(leaf, sizes, verbose=False).wire_bytes)
+        return round(compression.explain(leaf, sizes, verbose=False).wire_bytes)
 
     reduce = _first_step if method.needs_state else dq.psum
     reduce = partial(_folded, reduce) if matrices else reduce
     return Contender(
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
-        reduce=partial(reduce, compression=request),
+        reduce=partial(reduce, compression=compression),
         wire_bytes=wire_bytes,
         backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
         topology=topology,

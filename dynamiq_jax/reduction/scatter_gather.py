@@ -1,4 +1,4 @@
-"""`psum_scatter` and `all_gather`: the halves of an all-reduce, for training with shards."""
+"""`psum_scatter` and `all_gather`, for training with shards."""
 
 import functools
 import math
@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.collectives.buckets import with_tangent
-from dynamiq_jax.collectives.checks import Fixed, check_varying, fixed_leaves
-from dynamiq_jax.collectives.packed import Packed
+from dynamiq_jax.compression.agreement import compare_first
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
@@ -21,9 +21,9 @@ from dynamiq_jax.core.seeds import Seed, bucket_seeds, check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
-from dynamiq_jax.request.agreement import compare_first
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
-from dynamiq_jax.request.routes import Route
+from dynamiq_jax.reduction.buckets import with_tangent
+from dynamiq_jax.reduction.checks import Fixed, check_varying, fixed_leaves
+from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import (
     Bucket,
@@ -84,13 +84,13 @@ def psum_scatter(
       NotImplementedError: ``axis_index_groups`` under `jax.vmap`, positional axes, or leaves to be
         compressed where `jax.shard_map` left axes of the mesh automatic or explicit.
     """
-    axis, request = (
+    axis, compression = (
         check_axis(axis_name, axis_index_groups),
         as_compression(compression, topology, method=method),
     )
     if not axis.names:
         return x
-    run, treedef = scattering(axis, x, request, scatter_dimension, tiled=tiled, key=key)
+    run, treedef = scattering(axis, x, compression, scatter_dimension, tiled=tiled, key=key)
     return treedef.unflatten(run())
 
 
@@ -300,7 +300,7 @@ def gather_over(
     to: Varying = "varying",
     key: Array | None = None,
 ) -> Tree:
-    """`all_gather` with its arguments in one request."""
+    """`all_gather` with its arguments in one compression."""
     if not axis.names:
         return tree
     told = {"axis": dimension, "tiled": tiled, "to": to}
@@ -421,8 +421,8 @@ def pack(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: the method does not support packing, or as for `all_gather`.
     """
-    axis, request = check_axis(axis_name), as_compression(compression)
-    grouping, _ = _grouped_shards("pack", axis, shards, request, key, {})
+    axis, compression = check_axis(axis_name), as_compression(compression)
+    grouping, _ = _grouped_shards("pack", axis, shards, compression, key, {})
     values, treedef = jax.tree.flatten(shards)
     words, n, payloads = key_words(key), axis.size, []
     seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
@@ -498,21 +498,21 @@ def check_and_describe(
     collective: str,
     axis: Axis,
     tree: Any,
-    request: Compression,
+    compression: Compression,
     key: Array | None,
     told: dict[str, Any],
 ) -> tuple[tuple[int, ...], list[Leaf], Fixed]:
     """The axes' sizes, the leaves, and the fixed ones; compares the first call of all processes."""
     sizes, leaves = axis_sizes(axis, collective), describe_leaves(tree)
     told = {"key": key, **told}
-    compare_first(collective, axis, leaves, lambda: request.facts(axis, sizes, leaves, **told))
+    compare_first(collective, axis, leaves, lambda: compression.facts(axis, sizes, leaves, **told))
     check_groups(axis, all_reduce=False)
     check_key(key, axis)
     return sizes, leaves, fixed_leaves(leaves, jax.tree.leaves(tree), axis)
 
 
 def group_parts(
-    request: Compression,
+    compression: Compression,
     leaves: list[Leaf],
     sizes: tuple[int, ...],
     bits_of: Callable[[Route, Bucket], float],
@@ -533,14 +533,14 @@ def group_parts(
         check(route)
         limits, n = route.limits, route.n_workers
         measured = limits.min_bucket_bytes == psum_bytes(n)
-        if measured and "min_bucket_bytes" not in request.limits:
+        if measured and "min_bucket_bytes" not in compression.limits:
             least = psum_scatter_bytes(n)
             bucket = max(limits.bucket_bytes, 2 * least)
             limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         return Limits(*(-(-limit // shards) for limit in limits))
 
     options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}
-    found = request.group(leaves, sizes, **options)
+    found = compression.group(leaves, sizes, **options)
     kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
     return found._replace(exact=found.exact + kept)
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from dynamiq_jax.compression.routes import Route, TwoLevels
+from dynamiq_jax.compression.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.methods.base import Method
-from dynamiq_jax.request.routes import Route, TwoLevels
-from dynamiq_jax.request.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
 
 

@@ -6,10 +6,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from dynamiq_jax.compression.compression import PADDED
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.request.compression import PADDED
 from dynamiq_jax.tree.leaves import Grouping, Leaf
 
 

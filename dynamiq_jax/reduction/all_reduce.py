@@ -6,14 +6,14 @@ from typing import Any
 
 from jax import Array
 
-from dynamiq_jax.collectives.explicit_sums import is_outside, reduce_outside
-from dynamiq_jax.collectives.reduction import Reduction
-from dynamiq_jax.collectives.worker_gradients import WorkerGradients, reduce_terms
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression
+from dynamiq_jax.reduction.explicit_sums import is_outside, reduce_outside
+from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.worker_gradients import WorkerGradients, reduce_terms
 from dynamiq_jax.topologies import AnyTopology
 
 

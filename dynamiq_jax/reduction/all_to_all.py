@@ -17,7 +17,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.collectives import halves
+from dynamiq_jax.compression.compression import ByPath, Compression, as_compression, check_method
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
@@ -25,8 +26,7 @@ from dynamiq_jax.core.seeds import Seed, bucket_seeds, fold_seed, key_words, see
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.request.compression import ByPath, Compression, as_compression, check_method
-from dynamiq_jax.request.routes import Route
+from dynamiq_jax.reduction import scatter_gather
 from dynamiq_jax.topologies import Direct
 from dynamiq_jax.tree.leaves import Bucket, Grouping, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
@@ -101,21 +101,27 @@ def all_to_all(
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
-    request = replace(as_compression(compression, method=method, default=EIGHT_BITS), topology=None)
+    compression = replace(
+        as_compression(compression, method=method, default=EIGHT_BITS), topology=None
+    )
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
-    sizes, leaves, fixed = halves.check_and_describe("all_to_all", axis, x, request, key, told)
+    sizes, leaves, fixed = scatter_gather.check_and_describe(
+        "all_to_all", axis, x, compression, key, told
+    )
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
-    cut = halves.Cut(split_axis, tiled, n)
+    cut = scatter_gather.Cut(split_axis, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
-        halves.check_axis_of(leaf, "concat_axis", concat_axis)
+        scatter_gather.check_axis_of(leaf, "concat_axis", concat_axis)
     if backward is not None:
         check_method(backward, "backward")
         _check_serves(backward, n, "backward")
     check = lambda route: _check_serves(route.method, n)
-    grouping = halves.group_parts(request, leaves, sizes, _exchanged_bits, fixed=fixed, check=check)
+    grouping = scatter_gather.group_parts(
+        compression, leaves, sizes, _exchanged_bits, fixed=fixed, check=check
+    )
     check_whole(grouping, axis)
     options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
     values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)
@@ -130,7 +136,7 @@ def _exchange_leaves(
     grouping: Grouping,
     axis: Axis,
     backward: Method | None,
-    cut: halves.Cut,
+    cut: scatter_gather.Cut,
     concat_axis: int,
 ) -> list[Array]:
     words, values = key_words(key), list(values)
@@ -146,10 +152,10 @@ def _exchange_leaves(
         if cut.n_workers > 1:
             forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
             blocks = _exchange(blocks, seed, axis, forth, backward or forth)
-        found = halves.pieces(blocks, [part.shape[1] for part in parts])
+        found = scatter_gather.pieces(blocks, [part.shape[1] for part in parts])
         for leaf, own in zip(bucket.leaves, found, strict=True):
             own = from_flat(own, cut.of(leaf))  # blocks of all workers
-            values[leaf.index] = halves.put_together(own, concat_axis, tiled=cut.tiled)
+            values[leaf.index] = scatter_gather.put_together(own, concat_axis, tiled=cut.tiled)
     return values
 
 

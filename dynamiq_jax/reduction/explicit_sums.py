@@ -14,12 +14,12 @@ from jax import Array
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import zero_tangent
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import (
     axes_above_one,
     bucket_axes,
@@ -163,7 +163,7 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
 
 
 def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
-    """The leaves that the request compresses, of leaves that are whole over the workers."""
+    """The leaves that the method compresses, of leaves that are whole over the workers."""
     axes = total.axis.names
     others = [name for name in mesh.axis_names if name not in axes]
     specs = jax.tree.structure(tree).unflatten(restrict_spec(spec, others) for spec in placed)
@@ -208,8 +208,8 @@ def _with_parts(
     if len(state) != len(buckets):
         raise ValueError(
             f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
-            "some leaves in ways that leave JAX no choice but to sum them: exclude these from the "
-            "request, Compression(exclude=...), and take its init_state(..., stacked=True)"
+            "some leaves in ways that leave JAX no choice but to sum them: exclude these by "
+            "Compression(exclude=...), and take its init_state(..., stacked=True)"
         )
     parts = [bucket_axes(bucket, mesh.axis_names) for bucket in buckets]
     specs = tuple(P(axis.name, axes) if axes else P(axis.name) for axes in parts)

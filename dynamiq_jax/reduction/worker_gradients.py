@@ -13,8 +13,8 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.reduction import Reduction
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import axes_above_one, constrained
 
 

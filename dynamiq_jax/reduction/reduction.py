@@ -15,14 +15,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.buckets import exact_of, over_open_axes, reduce_leaves, weighted
-from dynamiq_jax.collectives.checks import (
-    check_state,
-    check_varying,
-    fixed_leaves,
-    warn_of_uncompressed,
-)
-from dynamiq_jax.collectives.halves import divide, gather_over, put_together, scattering
+from dynamiq_jax.compression.agreement import compare_first
+from dynamiq_jax.compression.compression import ByPath, Compression, first_states
+from dynamiq_jax.compression.explanation import explain_grouping
+from dynamiq_jax.compression.routes import Route
+from dynamiq_jax.compression.ways import PARAMETERS
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -31,11 +28,14 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.request.agreement import compare_first
-from dynamiq_jax.request.compression import ByPath, Compression, first_states
-from dynamiq_jax.request.explanation import explain_grouping
-from dynamiq_jax.request.routes import Route
-from dynamiq_jax.request.ways import PARAMETERS
+from dynamiq_jax.reduction.buckets import exact_of, over_open_axes, reduce_leaves, weighted
+from dynamiq_jax.reduction.checks import (
+    check_state,
+    check_varying,
+    fixed_leaves,
+    warn_of_uncompressed,
+)
+from dynamiq_jax.reduction.scatter_gather import divide, gather_over, put_together, scattering
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
 from dynamiq_jax.tree.padding import Padding, padding_of
@@ -311,7 +311,7 @@ class Reduction:
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
     ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
-        """Leaves that travel together, by name: split alike, of one method; and their own request.
+        """Leaves that travel together, by name: split alike, of one method; and how these travel.
 
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
         device's shards; else it holds whole leaves, and those that travel are padded.
@@ -342,7 +342,7 @@ class Reduction:
 def gathers_of(
     gather: Compression | Method | ByPath | None, compression: Compression
 ) -> Compression:
-    """How shards travel; a bare method, by default 8 bits, joins the request of the gradients."""
+    """How shards travel; a bare method, by default 8 bits, joins the limits of the gradients."""
     if isinstance(gather, Compression):
         return gather
     chosen = PARAMETERS if gather is None else gather

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.collectives.checks import Fixed
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined
@@ -24,6 +23,7 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
+from dynamiq_jax.reduction.checks import Fixed
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Grouping, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import Surroundings

@@ -1,4 +1,4 @@
-"""The request: the choices that a user makes once for all collectives of a program."""
+"""`Compression`: the choices that a user makes once for all collectives of a program."""
 
 import dataclasses
 import math
@@ -13,6 +13,10 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+from dynamiq_jax.compression import agreement
+from dynamiq_jax.compression.explanation import Explanation, explain_grouping
+from dynamiq_jax.compression.routes import Route, TwoLevels
+from dynamiq_jax.compression.ways import bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.links import fast_links
@@ -21,10 +25,6 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
-from dynamiq_jax.request import agreement
-from dynamiq_jax.request.explanation import Explanation, explain_grouping
-from dynamiq_jax.request.routes import Route, TwoLevels
-from dynamiq_jax.request.ways import bytes_per_second
 from dynamiq_jax.topologies import AnyTopology, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
@@ -143,7 +143,7 @@ class Compression(Options):
         *,
         here: bool = True,
     ) -> Route:
-        """The route of one method (default: this request's) among workers on axes of ``sizes``.
+        """The route of one method (default: this one's) among workers on axes of ``sizes``.
 
         ``here`` says whether workers are JAX's devices; otherwise the choice is made as in
         `assumed`.
@@ -388,7 +388,7 @@ def as_compression(
     method: Compression | Method | ByPath | None = None,
     default: Method | None = None,
 ) -> Compression:
-    """The request that ``compression=`` and ``topology=`` of a collective describe.
+    """The `Compression` that ``compression=`` and ``topology=`` of a collective describe.
 
     ``method`` is the former name of ``compression``.
     """

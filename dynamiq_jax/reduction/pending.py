@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.collectives.reduction import Reduction, Split
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.reduction.reduction import Reduction, Split
 from dynamiq_jax.tree.padding import Padding
 
 _taken: set[AxisName] = set()

@@ -1,1 +1,0 @@
-"""The collectives: all-reduce and its halves, over pytrees."""

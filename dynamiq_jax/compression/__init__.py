@@ -1,0 +1,1 @@
+"""The method, the topology and the limits of a collective."""

@@ -1,0 +1,1 @@
+"""Collectives over pytrees: all-reduce, reduce-scatter, all-gather, all-to-all."""
