@@ -145,6 +145,13 @@ def test_a_checkpoint_of_orbax_goes_on_bit_by_bit(method, tmp_path):
     assert_same_bits(step(params, restored, x), step(params, opt_state, x))
 
 
+def test_a_method_without_memory_has_nothing_to_restore():
+    """So the part of each worker is empty, as in the state of the multi-host example."""
+    fresh = {"memory": dq.optax.PerWorker((), "data"), "step": jnp.int32(0)}
+    saved = {"memory": {}, "step": np.int32(3)}
+    assert dq.optax.restore_state(saved, fresh)["step"] == 3
+
+
 def test_other_workers_are_told_what_was_reset(tmp_path):
     optimizer = stateful()
     params, opt_state = train(optimizer, 3)

@@ -154,7 +154,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         names = [_name((*path, *within)) for within, _ in leaves]
         now = [leaf for _, leaf in leaves]
         then = [old.get(name) for name in names]
-        if names[0] in unpadded and then[0] is not None:
+        if len(names) == 1 and names[0] in unpadded and then[0] is not None:
             then = [_padded_anew(then[0], unpadded[names[0]], now[0].shape)]
         same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
         if all(same):
