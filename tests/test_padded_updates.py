@@ -25,7 +25,8 @@ F32 = dataclasses.replace(EXACT, min_leaf_size=64)
 SOME = dataclasses.replace(CHEAP, min_leaf_size=64)
 RULES = {
     "adamw": (optax.adamw(1e-2, weight_decay=0.1), None),
-    "sgd": (optax.sgd(0.1, momentum=0.9), None),
+    # Powers of two: products are exact, whether or not XLA contracts a product and a sum.
+    "sgd": (optax.sgd(0.125, momentum=0.5), None),
     "clip": (optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.1, momentum=0.9)), 0.5),
     "away from zero": (  # its update of a zero is none, and its state does not begin with zeros
         optax.chain(
@@ -52,6 +53,8 @@ def drawn(seed):
     """Workers, parameters, and integers as every worker's gradients: their sums are exact."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(2, 9))
+    if [*RULES][seed % len(RULES)] == "sgd":  # for means that are exact, too
+        n = 2 ** int(rng.integers(1, 4))
     odd = lambda least: int(rng.integers(least // n + 1, 3 * least // n + 2)) * n + 1
     shapes = {
         "bias": (odd(70),),
