@@ -1,6 +1,6 @@
-# make demo      train a tiny language model twice, with lax.psum and with DynamiQ (CPU is enough)
+# make demo      train a tiny language model with lax.psum, and with compression (CPU is enough)
 # make test      lint, types and tests, as CI runs them
-# make quick     lint, types and the tests of the core: two minutes, for every change
+# make quick     lint, types and the tests of the core: three minutes, for every change
 # make test-release   what daily tests leave out: all formats, comparators, benchmarks, processes
 # make soak      2000 training steps under random models, methods and topologies
 # make figures   pictures and generated tables of README and docs/, from benchmarks/evidence/results/

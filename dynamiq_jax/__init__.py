@@ -4,7 +4,7 @@
 import dynamiq_jax as dq
 
 grads = dq.psum(grads, "data")  # inside shard_map or pmap: 5 bits per coordinate, not 16
-loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # in pjit
+loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # under jax.jit
 ```
 """
 

@@ -600,7 +600,7 @@ def check_choice(value: str, choices: Any, option: str) -> None:
 
 
 class Choice(NamedTuple):
-    """The command line's choice: one of `METHODS`, and the request that "dynamiq" stands for."""
+    """The command line's choice: one of `METHODS`, and the compression of "dynamiq"."""
 
     method: str
     compression: dq.Compression

@@ -353,7 +353,7 @@ def train(
 
 
 def choose(bits: float) -> dq.Compression:
-    """Makes the request from the number of bits."""
+    """Makes the compression from the number of bits."""
     try:
         return dq.Compression(dq.DynamiQ(bits=bits))
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Rows of methods and topologies, and their sums, which several test files share.
 
 A row of `EVERY_METHOD` buys a method the tests of every file that is parametrised over them. A
-comparator that is a quantiser gets one by itself; one of your own has tighter bounds. A new option
+comparator that is a quantiser gets one by itself; one of your own has other bounds. A new option
 of DynamiQ is a row in `METHODS`.
 """
 

@@ -57,7 +57,7 @@ class Compression(Options):
     ``Compression(method)``.
 
     Attributes:
-      method: as for `psum`, a method or a function that chooses one for every leaf.
+      method: as ``compression`` of `psum`, a method or a function that chooses one for every leaf.
       topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: how payloads are sent, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
@@ -322,8 +322,8 @@ class Compression(Options):
     ) -> None:
         """Raises unless all processes would reduce ``tree`` alike; call it once, outside of jit.
 
-        A part of this check is automatic. Several processes compare their first all-reduce, their
-        first `psum_scatter` and their first `all_gather` while these are traced: versions, method,
+        A part of this check is automatic. Several processes compare their first all-reduce,
+        `psum_scatter`, `all_gather` and `all_to_all` while these are traced: versions, method,
         topology, ``op``, ``specs``, and whether there are a key, a weight, a state and metrics. A
         difference raises an error on all processes. Different leaves or axes only cause a warning,
         since processes may trace different programs first; so does a process that is missing after

@@ -119,11 +119,12 @@ class TwoLevels(Method):
             return
         if self.method.needs_state:
             raise NotImplementedError(
-                f"method={self.method!r} keeps a state, and the halves that Hierarchical(inner=...)"
-                " needs keep none; pass inner=None, or a method without error feedback"
+                f"method={self.method!r} keeps a state, and the reduce-scatter and all-gather that "
+                "Hierarchical(inner=...) needs keep none; pass inner=None, or a method without "
+                "error feedback"
             )
         self.inner.check(self.n_inner)
-        with_halves(self.method, "the halves that Hierarchical(inner=...) needs")
+        with_halves(self.method, "the scatter and gather that Hierarchical(inner=...) needs")
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """The wrapper with its method for this bucket."""

@@ -183,7 +183,7 @@ class PlainMethod(HopMethod):
     """The base class of quantisers: methods that encode each chunk separately.
 
     A subclass defines ``unit``, `encode` and `decode`. If its workers must agree on a value first,
-    it overrides `measure`, `share`, `agreed_bits` and `operations` instead.
+    it overrides `agreement`, `measure`, `share`, `operations`, `payload_bits` and `agreed_bits`.
     """
 
     __slots__ = ()

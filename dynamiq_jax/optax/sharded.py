@@ -166,6 +166,8 @@ def sharded(
     current parameters to ``update``. `dq.sequential` gathers the differences of each function while
     the previous function runs:
 
+        specs = dq.optax.state_specs(state)
+
         def loss(masters):
             options = {"specs": specs.masters, "copies": params, "pending": state.pending}
             return dq.sequential(functions, masters, x, "data", **options)

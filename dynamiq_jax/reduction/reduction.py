@@ -96,7 +96,7 @@ class Reduction:
     padding: tuple[Padding, ...] = ()
     """The zeros that end every leaf while it is split; nothing if none have any."""
     others: tuple[frozenset[str], ...] = ()
-    """The axes beside these that split every leaf: parts of leaves that share widths are copies."""
+    """The axes beside these that split every leaf. Leaves share a bucket if these are the same."""
     gathers: Compression | None = None
     """How shards travel; `None`: nothing is gathered."""
     to: Varying = "varying"

@@ -248,7 +248,7 @@ class AutoGrad:
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
         aux = _reduce_aux(aux, words, share, axis)
         value = _reduce_value(value, op, share, axis)
-        value = value / terms if op == "sum" else value  # it was all workers' on so many
+        value = value / terms if op == "sum" else value  # every one of ``terms`` workers had it
         return value, aux, found._replace(state=after)
 
     def _differentiated(

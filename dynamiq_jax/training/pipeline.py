@@ -1,6 +1,6 @@
 """A pipeline of functions whose gradients are reduced while the backward pass goes on.
 
-A reduction has several rounds of collectives (`training.phases`). There are two barriers between
+A reduction has several rounds of collectives (`training.phases`). There are barriers between
 the backward passes of two functions. Payloads that have arrived wait for the earlier backward pass;
 the later backward pass waits for the kernels that compute the next payloads. So each round of a
 reduction overlaps with the backward pass of one function, and reductions of several functions run

@@ -261,7 +261,7 @@ def _on_explicit_axes(
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
     """A function of parameters and data: the context of the derivative, and what runs in it."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    deferred = ExplicitGrad(
+    grad = ExplicitGrad(
         mesh=abstract,
         total=wanted.total,
         has_aux=wanted.has_aux,
@@ -269,7 +269,7 @@ def _on_explicit_axes(
         reduces=wanted.reduces,
         gathers=wanted.gathers,
     )
-    run = deferred.without_unit_axes if 1 in abstract.axis_sizes else deferred
+    run = grad.without_unit_axes if 1 in abstract.axis_sizes else grad
     return _in_context(functools.partial(run, wanted.joined(loss_fn)), mesh)
 
 

@@ -97,7 +97,7 @@ class Grouping(NamedTuple):
     methods: tuple[Any, ...] = ()
     """The method of every leaf of the tree, `None` for leaves that are excluded."""
     apart: tuple[Leaf, ...] = ()
-    """Leaves that were left out and would be in buckets of their own."""
+    """Leaves that were left out of the buckets, which would hold them otherwise."""
 
 
 def describe_leaves(tree) -> list[Leaf]:

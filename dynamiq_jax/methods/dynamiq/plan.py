@@ -1,4 +1,4 @@
-"""From all-reduced statistics to widths and order (steps 1 to 3 of DynamiQ), inside jit.
+"""From all-reduced statistics to widths and order, inside jit.
 
 The plan is a pure function of the light all-reduce's result, so all workers have the same plan
 without further communication. The super-groups of a shard (see
