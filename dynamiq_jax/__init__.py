@@ -48,7 +48,7 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
 
 
 if TYPE_CHECKING:
