@@ -82,6 +82,9 @@ def test_a_write_that_is_torn_leaves_the_copy_before_it():
         assert slots.kept() == []
         for step in (1, 2):
             slots.write({"step": step}, [data[step:], data[:step]])
+        with pytest.raises(TypeError, match="not JSON serializable"):
+            slots.write({"step": 3, "note": np.float32(1)}, [data])
+        assert sorted(k.header["step"] for k in slots.kept()) == [1, 2]
         for _ in range(3):  # again and again over the older one
             with pytest.raises(Killed):
                 slots.write({"step": 3}, half_of(data))

@@ -1,5 +1,6 @@
 """`sequential`: gradients of functions, one after another, are those of reductions after `grad`."""
 
+import tracemalloc
 from functools import partial
 
 import jax
@@ -251,6 +252,25 @@ def chained(x, y):
     largest = lax.pmax(total.sum() + y, "data")
     moved = lax.ppermute(x, "data", [(i, (i + 1) % N) for i in range(N)])
     return {"a": largest * x + moved, "b": 2 * y, "c": 3.0}
+
+
+@pytest.mark.parametrize("n_words", [0, 1])
+def test_cutting_takes_memory_of_the_size_of_the_program(n_words):
+    """A number that is mixed, as without a key, is used twice in each of many operations."""
+
+    def mixed(x, words):
+        number = jnp.uint32(7) * jnp.uint32(jnp.arange(1))[0]
+        for _ in range(40):
+            number = number ^ (number >> 3)
+        return lax.psum(x, "data") + number + words
+
+    shapes = jax.make_jaxpr(mixed, axis_env=[("data", N)], return_shape=True)(*[jnp.uint32(1)] * 2)
+    tracemalloc.start()
+    traced = cut(*shapes, n_words, small=0)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
+    assert len(traced.rounds) == 1
 
 
 def in_calls(x, y):

@@ -7,8 +7,9 @@ process that trains.
 
 import functools
 import json
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -71,8 +72,8 @@ class Copies:
     returns `None`.
 
     A host's memory takes twice (two copies) what its devices hold of the state, without
-    repetitions, and once more the shards of another host. `restore` takes the memory of the whole
-    state for as long as it runs.
+    repetitions, and once more the shards of another host. `restore` needs up to seven times the
+    memory of the whole state for as long as it runs.
     """
 
     def __init__(self) -> None:
@@ -113,12 +114,11 @@ class Copies:
         me, n = jax.process_index(), jax.process_count()
         before = (me - 1) % n
         moving = [number for number, leaf in enumerate(leaves) if _travels(leaf)]
-        arrived = dict(zip(moving, _pass_on([leaves[i] for i in moving]), strict=True))
         blocks: dict[Block, np.ndarray] = {}
         for number, leaf in enumerate(leaves):
             blocks |= _blocks(number, leaf, me)
-            if number in arrived:
-                blocks |= _blocks(number, arrived[number], me, leaf, before)
+        for number, arrived in _pass_on({i: leaves[i] for i in moving}):
+            blocks |= _blocks(number, arrived, me, leaves[number], before)
         header = {
             "step": step, "session": self._session, "processes": n, "process": me,
             "whole": not moving, "note": note,
@@ -303,19 +303,30 @@ def _as_bytes(data: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
-def _pass_on(leaves: list[Any]) -> list[Any]:
-    """Leaves whose shards are those of the host before; each host's go to the next one."""
-    moved: list[Any] = [None] * len(leaves)
-    meshes = [leaf.sharding.mesh for leaf in leaves]
-    for mesh in dict.fromkeys(meshes):
-        numbers = [number for number, other in enumerate(meshes) if other == mesh]
-        program = _program(mesh, tuple(leaves[number].sharding.spec for number in numbers))
-        for number, leaf in zip(numbers, program([leaves[i] for i in numbers]), strict=True):
-            moved[number] = leaf
-    return moved
+def _pass_on(leaves: dict[int, Any]) -> Iterator[tuple[int, Any]]:
+    """(number, leaf) with the shards of the host before; each host's go to the next one.
+
+    A device holds at most `PIECE` bytes of what arrives at a time, or one leaf, and twice as much
+    while they travel.
+    """
+    groups: list[list[int]] = []
+    sizes: list[int] = []
+    for number, leaf in leaves.items():
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        if groups and leaf.sharding.mesh == leaves[groups[-1][0]].sharding.mesh:
+            if sizes[-1] + size <= PIECE:
+                groups[-1].append(number)
+                sizes[-1] += size
+                continue
+        groups.append([number])
+        sizes.append(size)
+    for numbers in groups:
+        shardings = [leaves[number].sharding for number in numbers]
+        program = _program(shardings[0].mesh, tuple(own.spec for own in shardings))
+        yield from zip(numbers, program([leaves[number] for number in numbers]), strict=True)
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=256)  # one for each group of a state's leaves
 def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
     """The compiled program of `_pass_on`, with one transfer for all leaves of a dtype."""
     rows: dict[int, list[int]] = {}

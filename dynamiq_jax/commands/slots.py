@@ -93,9 +93,9 @@ class Slots:
           header: what `Kept.header` shall be, of JSON's types.
           parts: uint8[n] each; their bytes follow each other.
         """
+        text = json.dumps(header).encode()  # raises, if it does, ahead of any change
         file = self.files[self._next]
         os.pwrite(file, bytes(LENGTH), 0)  # from here on the slot has no copy
-        text = json.dumps(header).encode()
         end = _write(file, text, LENGTH)
         for part in parts:
             end = _write(file, part.data, end)

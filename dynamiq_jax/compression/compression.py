@@ -342,9 +342,9 @@ class Compression(Options):
 
         Raises:
           RuntimeError: processes differ (the message names the difference, the processes and both
-          values); there is no coordination service; or a process is missing after 600 seconds.
+            values); there is no coordination service; or a process is missing after 600 seconds.
           ValueError, NotImplementedError: as for `psum`, on the processes where `psum` would raise
-          it; the other processes report this, too, and do not wait.
+            it; the other processes report this, too, and do not wait.
         """
 
         def tell() -> dict[str, str]:

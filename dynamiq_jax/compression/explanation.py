@@ -180,7 +180,9 @@ def explain_grouping(
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=found,
-        padded=padded_leaves(grouping, n) if found else (),
+        padded=padded_leaves(grouping, n, min(r.limits.min_leaf_size for r in routes))
+        if n > 1
+        else (),
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dynamiq_jax.methods import DynamiQ, Method
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Grouping, Leaf
 from dynamiq_jax.tree.padding import Padding, split_dimension
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
@@ -61,9 +61,19 @@ class PaddedLeaf:
     kept_bytes: int
 
 
-def padded_leaves(grouping: Grouping, n_workers: int) -> tuple[PaddedLeaf, ...]:
-    """The leaves of a grouping's buckets that `dq.optax.sharded` pads."""
+def padded_leaves(grouping: Grouping, n_workers: int, least: int) -> tuple[PaddedLeaf, ...]:
+    """The leaves that `dq.optax.sharded` pads: in buckets, and large ones that travel exactly.
+
+    ``least`` is the number of coordinates from which it splits a leaf.
+    """
     leaves = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    leaves += [
+        leaf
+        for leaf, _ in grouping.exact
+        if leaf.size >= least
+        and leaf.dtype.name in COMPRESSED_DTYPES
+        and grouping.methods[leaf.index] is not None
+    ]
     found = []
     for leaf in sorted(leaves, key=lambda leaf: leaf.index):
         padding = _padding(leaf, n_workers)
@@ -81,7 +91,7 @@ def _padding(leaf: Leaf, n_workers: int) -> Padding | None:
     dimension = split_dimension(leaf.shape, n_workers, taken)
     if dimension is None:
         return None
-    return Padding(dimension, -leaf.shape[dimension] % n_workers)
+    return Padding(dimension - len(leaf.shape), -leaf.shape[dimension] % n_workers)
 
 
 def bytes_per_second(rate: str) -> float:

@@ -173,7 +173,10 @@ def compiler_options() -> dict[str, Any]:
 def _choose_sockets() -> None:
     """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
     chosen = any(name in os.environ for name in _SOCKETS)
-    vendors = {Path(name).read_text().strip() for name in glob.glob(_VENDORS)}
+    vendors = set()
+    for name in glob.glob(_VENDORS):
+        with contextlib.suppress(OSError):  # a file that this user may not read
+            vendors.add(Path(name).read_text().strip())
     if not chosen and vendors.isdisjoint(_CLOUD_NICS):
         os.environ.update(_SOCKETS)
 

@@ -35,6 +35,7 @@ from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.reduction.explicit_sums import (
     check_axes,
+    is_explicit,
     is_outside,
     mesh_of,
     resharded,
@@ -118,7 +119,20 @@ class ShardedState(Part):
         """Returns the masters in the parameters' own shapes; call it outside of maps."""
         leaves, treedef = jax.tree.flatten(self.masters)
         padding = self.padding[: len(leaves)]
-        return treedef.unflatten(p.cut(x) for p, x in zip(padding, leaves, strict=True))
+        return treedef.unflatten(
+            p.cut(_whole_along(x, p.dimension) if p.zeros else x)
+            for p, x in zip(padding, leaves, strict=True)
+        )
+
+
+def _whole_along(x: Array, dimension: int) -> Array:
+    """``x``, on Explicit axes not sharded along a dimension, whose new length may not divide."""
+    sharding = jax.typeof(x).sharding
+    if not is_explicit(sharding.mesh):
+        return x
+    entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
+    entries[dimension] = None
+    return resharded(x, sharding.mesh, P(*entries))
 
 
 def sharded(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
@@ -236,6 +237,8 @@ def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         return x
     if any(length < least for length, least in zip(found, own, strict=True)):
         return x
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        x = multihost_utils.process_allgather(x, tiled=True)
     x = np.asarray(x)
     leaf = x[tuple(map(slice, own))]
     if np.count_nonzero(x) != np.count_nonzero(leaf):  # these are no zeros

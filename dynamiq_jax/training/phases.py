@@ -188,18 +188,24 @@ def _of_words(
     The operations are those that depend on the words and on constants alone, and those without
     arguments that they need.
     """
-    seeds, free = set(words), dict.fromkeys(constants, ())
-    found: dict[tuple[Slot, ...], Operation] = {}
+    seeds, found = set(words), {}
+    if not seeds:
+        return (), seeds
+    free: dict[Slot, dict[tuple[Slot, ...], Operation]] = {slot: {} for slot in constants}
     for op in operations:
         takes, sizes = slots(op.takes), [x.aval.size for x in op.equation.outvars]  # type: ignore[attr-defined]
-        if op.moves or max(sizes, default=0) > SEEDS or not seeds.union(free).issuperset(takes):
+        if op.moves or op.equation.effects or not sizes or max(sizes) > SEEDS:
+            continue
+        if not all(slot in seeds or slot in free for slot in takes):
             continue
         # Operations without arguments that this one needs: they are made for the seeds, too.
-        needs = tuple(itertools.chain(*(free.get(slot, ()) for slot in takes)))
+        needs = {}
+        for slot in takes:
+            needs |= free.get(slot, {})
         if seeds.isdisjoint(takes):
-            free |= dict.fromkeys(op.makes, (*needs, op))
+            free |= dict.fromkeys(op.makes, needs | {op.makes: op})
         else:
-            found |= {need.makes: need for need in needs} | {op.makes: op}
+            found |= needs | {op.makes: op}
             seeds.update(op.makes)
     return tuple(found.values()), seeds
 

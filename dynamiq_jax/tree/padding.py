@@ -19,39 +19,45 @@ LAYERS = 256
 class Padding:
     """The number of zeros at the end of a dimension of a leaf; by default none.
 
-    The *padded* leaf has these zeros, so its slices have equal lengths.
+    The *padded* leaf has these zeros, so its slices have equal lengths. The dimension is counted
+    from the end, so that it is the same for stacked leaves.
     """
 
-    dimension: int = 0
+    dimension: int = -1
     zeros: int = 0
 
     def padded(self, x: Array) -> Array:
         """The leaf with its zeros."""
         if not self.zeros:
             return x
-        config = [(0, self.zeros if d == self.dimension else 0, 0) for d in range(x.ndim)]
+        own = x.ndim + self.dimension
+        config = [(0, self.zeros if d == own else 0, 0) for d in range(x.ndim)]
         return lax.pad(x, jnp.zeros((), x.dtype), config)
 
     def cut(self, x: Array) -> Array:
         """The leaf without its zeros, from the padded leaf."""
         if not self.zeros:
             return x
-        return lax.slice_in_dim(x, 0, x.shape[self.dimension] - self.zeros, axis=self.dimension)
+        own = x.ndim + self.dimension
+        return lax.slice_in_dim(x, 0, x.shape[own] - self.zeros, axis=own)
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The padded leaf's shape."""
-        return tuple(x + self.zeros * (d == self.dimension) for d, x in enumerate(shape))
+        own = len(shape) + self.dimension
+        return tuple(x + self.zeros * (d == own) for d, x in enumerate(shape))
 
     def shape_of(self, padded: tuple[int, ...]) -> tuple[int, ...]:
         """The leaf's shape, from the shape of the padded leaf."""
-        return tuple(x - self.zeros * (d == self.dimension) for d, x in enumerate(padded))
+        own = len(padded) + self.dimension
+        return tuple(x - self.zeros * (d == own) for d, x in enumerate(padded))
 
     def cleared(self, own: Array, axis: Axis) -> Array:
         """This worker's slice of the padded leaf, with zeros where the leaf has ended."""
         if not self.zeros:
             return own
         rows = own.shape[self.dimension]
-        places = axis.index * rows + lax.broadcasted_iota(jnp.int32, own.shape, self.dimension)
+        along = lax.broadcasted_iota(jnp.int32, own.shape, own.ndim + self.dimension)
+        places = axis.index * rows + along
         return jnp.where(places < rows * axis.size - self.zeros, own, jnp.zeros_like(own))
 
 
@@ -63,7 +69,7 @@ def padding_of(shape: tuple[int, ...], spec: P, workers: Mapping[str, int]) -> P
     n = math.prod(workers.values())
     for dimension, entry in enumerate(spec):
         if {*names_of(entry)} & {*workers}:
-            return Padding(dimension, -shape[dimension] % n)
+            return Padding(dimension - len(shape), -shape[dimension] % n)
     return Padding()
 
 
