@@ -134,6 +134,7 @@ SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 @pytest.fixture
 def peers(monkeypatch):
     """As on a machine with several GPUs, whose XLA knows the options."""
+    jax.devices()  # starts the real backend first
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
     monkeypatch.setattr(xla, "in_one_domain", lambda: True)
@@ -201,6 +202,7 @@ def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
         ({}, "0x1d0f", (None, None)),
         ({SOCKETS[0]: "2"}, "0x15b3", ("2", None)),
         ({SOCKETS[1]: "8"}, None, (None, "8")),
+        ({"NCCL_CONF_FILE": f"{SOCKETS[0]}=2"}, None, (None, None)),
     ],
 )
 def test_a_decorated_step_chooses_nccls_sockets_where_nobody_has(
@@ -211,6 +213,10 @@ def test_a_decorated_step_chooses_nccls_sockets_where_nobody_has(
         (tmp_path / "vendor").write_text(f"{vendor}\n")
     peers.setattr(xla, "_VENDORS", str(tmp_path / "*"))
     for name, value in given.items():
+        if name == "NCCL_CONF_FILE":
+            (tmp_path / "nccl.conf").write_text(value)
+            value = str(tmp_path / "nccl.conf")
+            peers.setattr(xla, "_VENDORS", str(tmp_path / "none"))
         peers.setenv(name, value)
     peers.setattr(jax, "default_backend", lambda: pytest.fail("starts the backend"))
     xla.jit(lambda x: x)

@@ -172,13 +172,21 @@ def compiler_options() -> dict[str, Any]:
 
 def _choose_sockets() -> None:
     """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
-    chosen = any(name in os.environ for name in _SOCKETS)
-    vendors = set()
-    for name in glob.glob(_VENDORS):
-        with contextlib.suppress(OSError):  # a file that this user may not read
-            vendors.add(Path(name).read_text().strip())
+    # NCCL's own files of variables do not overwrite those of the environment.
+    files = [os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf"), "/etc/nccl.conf"]
+    told = "".join(map(_text, files))
+    chosen = any(name in os.environ or name in told for name in _SOCKETS)
+    vendors = {_text(name).strip() for name in glob.glob(_VENDORS)}
     if not chosen and vendors.isdisjoint(_CLOUD_NICS):
         os.environ.update(_SOCKETS)
+
+
+def _text(name: str) -> str:
+    """A file's text; none if there is no such file, or this user may not read it."""
+    try:
+        return Path(name).expanduser().read_text()
+    except OSError:
+        return ""
 
 
 def between_hosts() -> str | None:
