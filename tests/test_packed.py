@@ -26,7 +26,7 @@ KEY = jax.random.key(3)
 
 @once
 def shards():
-    """Of all workers: of several dtypes, and some that are too small to be compressed."""
+    """All workers' shards have several dtypes, and some are too small to be compressed."""
     keys = iter(jax.random.split(jax.random.key(0), 4))
     normal = lambda dtype, *shape: jax.random.normal(next(keys), shape).astype(dtype)
     return {

@@ -125,7 +125,7 @@ SEEDS = range(24)
 
 @pytest.mark.parametrize("seed", daily(SEEDS, [0, 1, 2, 3]))
 def test_padded_leaves_train_as_plain_optax_does(seed):
-    """Of SGD bit for bit; XLA compiles divisions and roots of other shapes to other last bits."""
+    """SGD has equal bits; XLA compiles divisions and roots of other shapes to other last bits."""
     (n, params, steps), rule = drawn(seed), [*RULES][seed % len(RULES)]
     found, state = train(rule, n, params, steps, check_vma=seed % 2 == 0)
     assert_ends_are_zeros(state)
@@ -160,7 +160,7 @@ def test_zeros_by_hand_give_the_same_bits(rule):
 
 
 def test_norms_and_noise_stop_where_the_leaf_does():
-    """What payloads say of zeros at the end is noise, and neither masters nor norms have it."""
+    """Payloads have noise where the zeros are, and neither masters nor norms have it."""
     params = {"w": jnp.zeros(9), "v": jnp.zeros((9, 9))}
     method = small(dq.DynamiQ(bits=3, dither=True))
     optimizer = promoting(

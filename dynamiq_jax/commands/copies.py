@@ -228,7 +228,7 @@ def _told(words: Sequence[int]) -> Told:
 
 
 def _plain(tree: Any) -> Any:
-    """The same tree with the numbers of its keys."""
+    """The tree with the numbers of its keys in place of these."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else _array(x), tree)
 
 
@@ -313,13 +313,13 @@ def _pass_on(leaves: dict[int, Any]) -> Iterator[tuple[int, Any]]:
     sizes: list[int] = []
     for number, leaf in leaves.items():
         size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        if groups and leaf.sharding.mesh == leaves[groups[-1][0]].sharding.mesh:
-            if sizes[-1] + size <= PIECE:
-                groups[-1].append(number)
-                sizes[-1] += size
-                continue
-        groups.append([number])
-        sizes.append(size)
+        alike = groups and leaf.sharding.mesh == leaves[groups[-1][0]].sharding.mesh
+        if alike and sizes[-1] + size <= PIECE:
+            groups[-1].append(number)
+            sizes[-1] += size
+        else:
+            groups.append([number])
+            sizes.append(size)
     for numbers in groups:
         shardings = [leaves[number].sharding for number in numbers]
         program = _program(shardings[0].mesh, tuple(own.spec for own in shardings))

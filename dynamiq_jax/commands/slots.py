@@ -29,7 +29,7 @@ class Kept(NamedTuple):
     slot: int
     """0 or 1."""
     header: dict[str, Any]
-    """What was written with it."""
+    """The header that was written with the copy."""
     start: int
     """Where its bytes begin in the slot."""
 

@@ -172,10 +172,12 @@ def compiler_options() -> dict[str, Any]:
 
 def _choose_sockets() -> None:
     """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
+    if any(name in os.environ for name in _SOCKETS):
+        return
     # NCCL's own files of variables do not overwrite those of the environment.
     files = [os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf"), "/etc/nccl.conf"]
     told = "".join(map(_text, files))
-    chosen = any(name in os.environ or name in told for name in _SOCKETS)
+    chosen = any(name in told for name in _SOCKETS)
     vendors = {_text(name).strip() for name in glob.glob(_VENDORS)}
     if not chosen and vendors.isdisjoint(_CLOUD_NICS):
         os.environ.update(_SOCKETS)

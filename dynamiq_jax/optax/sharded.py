@@ -234,9 +234,8 @@ def sharded(
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
-    gathers = gathers_of(
-        differences, compression
-    )  # with its limits, unless differences have their own
+    # Differences take the limits of the gradients, unless they have their own.
+    gathers = gathers_of(differences, compression)
     total = Reduction(axis, compression, "mean", gathers=gathers, to="invarying")
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
@@ -511,6 +510,9 @@ class _Update(NamedTuple):
         pending = state.pending
         if pending is None:
             found = self._differences(masters, own, total, for_differences)
+            moved_by = _slices(found, total)
+            sums = zip(jax.tree.leaves(masters), own, moved_by, total.splits, strict=True)
+            after = [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in sums]
         else:  # leaves that are not split stay exact: all workers know their differences
             pending.check_taken()
             ends = zip(jax.tree.leaves(masters), copies, total.splits, strict=True)
@@ -520,9 +522,7 @@ class _Update(NamedTuple):
             ]
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
-        sums = zip(jax.tree.leaves(masters), own, _slices(found, total), total.splits, strict=True)
-        after = [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in sums]
-        if pending is not None:  # the copy moves after the update: no distance tells of a change
+            # The copy moves after the update: no distance tells of a change.
             after = [jnp.inf if split else 0.0 for split in total.splits]
         far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, after))))
         if names := tuple(sorted(sizes.keys() - {*axis.names})):  # these split leaves further
@@ -589,11 +589,12 @@ class _Update(NamedTuple):
                 )
         sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
-        whole = zip(terms, splits, total.padding, strict=True)
-        return [
-            (reduced[i] if i in reduced else own_slice(*x[:2], axis, x[2])).astype(jnp.float32)
-            for i, x in enumerate(whole)
-        ]
+        whole = enumerate(zip(terms, splits, total.padding, strict=True))
+        own = (
+            reduced[i] if i in reduced else own_slice(x, split, axis, padding)
+            for i, (x, split, padding) in whole
+        )
+        return [x.astype(jnp.float32) for x in own]
 
     def _differences(
         self, masters: Any, copies: list[Array], total: Reduction, key: Array

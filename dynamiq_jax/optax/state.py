@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
@@ -238,6 +237,8 @@ def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     if any(length < least for length, least in zip(found, own, strict=True)):
         return x
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils  # only this case needs it
+
         x = multihost_utils.process_allgather(x, tiled=True)
     x = np.asarray(x)
     leaf = x[tuple(map(slice, own))]

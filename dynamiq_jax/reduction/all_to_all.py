@@ -22,7 +22,7 @@ from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seeds, fold_seed, key_words, seed_of
+from dynamiq_jax.core.seeds import Seed, fold_seed, key_words, seed_of
 from dynamiq_jax.methods import DynamiQ, Method
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -145,7 +145,7 @@ def _exchange_leaves(
         options = {"axis_index_groups": axis.groups, "tiled": cut.tiled}
         own = jnp.asarray(values[leaf.index])
         values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
-    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         blocks: Any = joined(parts)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seeds, key_words
+from dynamiq_jax.core.seeds import Seed, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
@@ -101,7 +101,7 @@ def reduce_leaves(
             known = [bucket_metrics(concatenate(b, values), alone) for b in grouping.buckets]
         values = exact_reduce(values)
     else:
-        seeds = bucket_seeds(key_words(key), [bucket.tag for bucket in grouping.buckets])
+        seeds = grouping.seeds(key_words(key))
         indices = [leaf.index for leaf, _ in grouping.exact]
         exact = exact_reduce([values[i] for i in indices]) if indices else []
         values |= zip(indices, exact, strict=True)

@@ -17,7 +17,7 @@ from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, bucket_seeds, check_key, key_words
+from dynamiq_jax.core.seeds import Seed, check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.base import Call, Limits, check_choice
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
@@ -136,7 +136,7 @@ def _scatter_leaves(
     for leaf, _ in grouping.exact:
         total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
         values[leaf.index] = from_flat(divide(total, divisor, total.dtype), cut.of(leaf))
-    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
         method, topology = bucket.route.halves()
@@ -351,7 +351,7 @@ def _gather_leaves(
     exact = functools.partial(axis.all_gather, to=to)
     for leaf, _ in grouping.exact:
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
-    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
         x = concatenate(bucket, dict(enumerate(values)))
@@ -425,7 +425,7 @@ def pack(
     grouping, _ = _grouped_shards("pack", axis, shards, compression, key, {})
     values, treedef = jax.tree.flatten(shards)
     words, n, payloads = key_words(key), axis.size, []
-    seeds = bucket_seeds(words, [bucket.tag for bucket in grouping.buckets])
+    seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.halves()
         # One worker's gather encodes nothing.
@@ -471,7 +471,7 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     for (leaf, _), x in zip(packed.grouping.exact, exact, strict=True):
         check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
         values[leaf.index] = back(axis.all_gather(x, to=to))
-    seeds = bucket_seeds(words, [bucket.tag for bucket in packed.grouping.buckets])
+    seeds = packed.grouping.seeds(words)
     for bucket, payload, seed in zip(packed.grouping.buckets, payloads, seeds, strict=True):
         for leaf in bucket.leaves:
             check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)

@@ -22,6 +22,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array
 
 from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.seeds import bucket_seeds
 
 COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -98,6 +99,10 @@ class Grouping(NamedTuple):
     """The method of every leaf of the tree, `None` for leaves that are excluded."""
     apart: tuple[Leaf, ...] = ()
     """Leaves that were left out of the buckets, which would hold them otherwise."""
+
+    def seeds(self, words: Array | None) -> list[Any]:
+        """The seed of every bucket (`core.seeds.Seed`), from a key's words if there is a key."""
+        return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
 
 
 def describe_leaves(tree) -> list[Leaf]:

@@ -43,13 +43,15 @@ class Padding:
 
     def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The padded leaf's shape."""
-        own = len(shape) + self.dimension
-        return tuple(x + self.zeros * (d == own) for d, x in enumerate(shape))
+        return self._longer(shape, self.zeros)
 
     def shape_of(self, padded: tuple[int, ...]) -> tuple[int, ...]:
         """The leaf's shape, from the shape of the padded leaf."""
-        own = len(padded) + self.dimension
-        return tuple(x - self.zeros * (d == own) for d, x in enumerate(padded))
+        return self._longer(padded, -self.zeros)
+
+    def _longer(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+        own = len(shape) + self.dimension
+        return tuple(x + by * (d == own) for d, x in enumerate(shape))
 
     def cleared(self, own: Array, axis: Axis) -> Array:
         """This worker's slice of the padded leaf, with zeros where the leaf has ended."""
