@@ -99,7 +99,7 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
     slot = np.arange(n_slots, dtype=np.uint32)
     columns = noise_columns(seed, slot, n_slots, rounding)
     if rounding == "correlated":
-        _, _, _, a, b, *_ = columns
+        a, b = seed_words(seed)
         draws = mix(mix(a ^ (slot[None, :] + 1)) + b + jnp.arange(4, dtype=jnp.uint32)[:, None])
         perms = jnp.argsort(jnp.argsort(draws, axis=1), axis=1).astype(jnp.uint32)
         columns[5:7] = perms[0] | perms[1] << 16, perms[2] | perms[3] << 16

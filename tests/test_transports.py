@@ -1,7 +1,6 @@
 """Payloads mean the same however they move: by collectives, by ppermutes, or by push kernels."""
 
 import functools
-import math
 import os
 import subprocess
 import sys
@@ -344,7 +343,10 @@ def keyed_mean(x, axis_name, **options):
     ("method", "reduce", "streams", "kernels"),
     [
         (small(dq.DynamiQ(bits=5, plan=True)), dq.psum, 1, ["exchange", "all_reduce"]),
-        (small(dq.DynamiQ(bits=4, dither=True, plan=False)), keyed_mean, 1, ["exchange", "all_reduce"]),
+        (
+            small(dq.DynamiQ(bits=4, dither=True, plan=False)),
+            keyed_mean, 1, ["exchange", "all_reduce"],
+        ),
         (CHEAP, dq.psum, 2, ["exchange"] * 5),
         (small(dq.ErrorFeedback(CHEAP.method)), with_memory, 1, ["exchange"] * 3),
         (small(dq.DynamiQ(bits=5, plan=False, backend="jnp")), dq.psum, 1, ["exchange"] * 3),
