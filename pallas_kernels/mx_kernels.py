@@ -46,6 +46,10 @@ class _Program:
 
     form: Form
     at_once: int
+    index: Any
+    """Its number among the programs of the chunk: int32 scalar."""
+    c: Any
+    """The position of the chunk among those of the call: int32 scalar."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -54,7 +58,7 @@ class _Program:
 
     def parts(self, shape: tuple[int, ...], axis: int) -> Array:
         """The numbers of its parts along an axis: int32[shape]."""
-        return pl.program_id(0) * self.at_once + lax.broadcasted_iota(jnp.int32, shape, axis)
+        return self.index * self.at_once + lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def blocks(self) -> tuple[Array, Array, Array]:
         """Block of the chunk, coordinate of the block, whether the chunk has it; for coordinates.
@@ -128,17 +132,18 @@ class _Program:
         row = Noise(*(noise_ref[i] for i in range(NOISE_WORDS)))
         return noise_words(quad, rotation, row, "independent")
 
-    def accumulate(self, total, inputs: list[Input], c) -> Array:
-        """``total`` plus the payloads of all inputs for the chunk at position c of the call."""
+    def accumulate(self, total, inputs: list[Input]) -> Array:
+        """``total`` plus the payloads of all inputs for the program's chunk."""
         for payloads_ref, skip_ref in inputs:
             count = payloads_ref.shape[0] - (skip_ref is not None)
             if skip_ref is not None:
-                total = total + np.float32(0)  # stands for the payload left out
+                # As if zeros were added for the payload left out: compilers drop such an addition.
+                total = jnp.where(total == 0, np.float32(0), total)
 
             def add(k, so_far, payloads_ref=payloads_ref, skip_ref=skip_ref):
                 if skip_ref is not None:
                     k = k + (k >= skip_ref[0]).astype(jnp.int32)
-                return so_far + self.decode(payloads_ref, (k, c))
+                return so_far + self.decode(payloads_ref, (k, self.c))
 
             if count == 1:
                 total = add(jnp.int32(0), total)
@@ -153,35 +158,34 @@ def _inputs_of(refs, with_skip: tuple[bool, ...]) -> list[Input]:
     return [Input(next(it), next(it) if skips else None) for skips in with_skip]
 
 
-def _encode_kernel(x_ref, chunks_ref, noise_ref, *rest, program, skips_chunk, with_skip):
+def _encode_kernel(x_ref, chunks_ref, noise_ref, *rest, start, skips_chunk, with_skip):
     """Encodes sums, of the gradient alone if there are no inputs."""
-    inputs, out_ref = _inputs_of(rest[skips_chunk:-1], with_skip), rest[-1]
-    c = pl.program_id(1)
+    program, inputs, out_ref = start(), _inputs_of(rest[skips_chunk:-1], with_skip), rest[-1]
 
     def run():
-        chunk = chunks_ref[c]
-        total = program.accumulate(program.load(x_ref, chunk), inputs, c)
-        program.encode(total, program.noise(noise_ref, chunk), out_ref, (c,))
+        chunk = chunks_ref[program.c]
+        total = program.accumulate(program.load(x_ref, chunk), inputs)
+        program.encode(total, program.noise(noise_ref, chunk), out_ref, (program.c,))
 
     if skips_chunk:
-        pl.when(c != rest[0][0])(run)
+        pl.when(program.c != rest[0][0])(run)
     else:
         run()
 
 
-def _sum_kernel(x_ref, chunks_ref, *rest, program, with_skip, divisor):
+def _sum_kernel(x_ref, chunks_ref, *rest, start, with_skip, divisor):
     """Writes sums; the chunk at position c of the call goes to that of the result."""
-    c = pl.program_id(1)
-    total = program.load(x_ref, chunks_ref[c])
-    total = program.accumulate(total, _inputs_of(rest[:-1], with_skip), c)
-    program.store(rest[-1], c, _divided(total, divisor))
+    program = start()
+    total = program.load(x_ref, chunks_ref[program.c])
+    total = program.accumulate(total, _inputs_of(rest[:-1], with_skip))
+    program.store(rest[-1], program.c, _divided(total, divisor))
 
 
-def _decode_kernel(payloads_ref, chunks_ref, *rest, program, divisor):
+def _decode_kernel(payloads_ref, chunks_ref, *rest, start, divisor):
     """Decodes payloads to their chunks of the result."""
-    c = pl.program_id(1)
-    values = program.decode(payloads_ref, (c,))
-    program.store(rest[-1], chunks_ref[c], _divided(values, divisor))
+    program = start()
+    values = program.decode(payloads_ref, (program.c,))
+    program.store(rest[-1], chunks_ref[program.c], _divided(values, divisor))
 
 
 def _divided(values, divisor: int) -> Array:
@@ -223,10 +227,13 @@ def _launched(operands: tuple, *, launch: _Launch) -> Array:
     """The result of a launch. Equal launches of a program are traced and lowered once."""
     form, name = launch.form, f"mx_{launch.name}"
     at_once = min(tuning_for(name).rows_per_program, pl.next_power_of_2(form.parts))
-    program = _Program(form, at_once)
+
+    def start() -> _Program:
+        return _Program(form, at_once, pl.program_id(0), pl.program_id(1))
+
     whole = pl.BlockSpec(memory_space=pl.ANY)
     return pl.pallas_call(
-        functools.partial(launch.kernel, program=program, **dict(launch.static)),
+        functools.partial(launch.kernel, start=start, **dict(launch.static)),
         out_shape=shape_struct(launch.shape, launch.dtype, *operands),
         grid=(pl.cdiv(form.parts, at_once), launch.chunks),
         in_specs=[whole] * len(operands),
