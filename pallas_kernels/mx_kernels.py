@@ -85,8 +85,8 @@ class _Program:
         inside = inside & (row < out_ref.shape[0])
         plgpu.store(out_ref.at[row, column], values.astype(out_ref.dtype), mask=inside)
 
-    def _words(self, start: int, plane: int) -> tuple[tuple[Array, Array], ...]:
-        """Positions of words and whether the payload has them: of scale codes, of a plane."""
+    def _words(self, start: int, plane: int) -> tuple[Array, Array]:
+        """Positions of the words of a plane, and whether the payload has them."""
         shape = self.at_once, QUADS, plane // 2
         part = self.parts(shape, 0)
         word = start + part * (QUADS * plane // 2)
