@@ -1,9 +1,14 @@
-"""MX floats' kernels give the bits of XLA's codec, and lower for GPUs on any machine."""
+"""MX floats: kernels give the bits of XLA's codec, and lower for GPUs on any machine.
+
+Bits are those of Pallas' interpreter; `tests/gpu` compares those of GPUs. The rounding is that of
+ml_dtypes.
+"""
 
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from asserts import assert_same_bits
@@ -11,11 +16,56 @@ from cases import daily, small
 from kernel_runs import MX, assert_same_mx, lowered_for_cuda, mx_gradients, mx_program, mx_results
 
 import dynamiq_jax as dq
-from pallas_kernels.triton import call_options
+from dynamiq_jax.comparators.mx import ELEMENTS
+from pallas_kernels import mx
 
 SIZE = 2 * 128 * 19 - 77  # two chunks of 19 parts, which are no power of two, and padding
 
 DAILY = ["e4m3, nearest", "e3m2, stochastic", "e2m1, nearest"]
+
+FLOATS = {
+    "e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn, "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_codes_are_those_of_the_nearest_float_and_come_back(name):
+    element, dtype = ELEMENTS[name], FLOATS[name]
+    top = np.arange(element.max_code + 1, dtype=np.uint8).view(dtype).astype(np.float32)
+    near = np.concatenate([top, (top[1:] + top[:-1]) / 2, [2 * top[-1]]]).astype(np.float32)
+    x = np.concatenate([near, *(np.nextafter(near, np.float32(to)) for to in (0, np.inf))])
+    x = np.concatenate([x, -x])
+    expected = np.clip(x, -top[-1], top[-1]).astype(dtype)
+    codes = jax.jit(lambda x: mx.quantize(x, element, None))(x)
+    np.testing.assert_array_equal(codes, expected.view(np.uint8))
+    back = jax.jit(lambda codes: mx.dequantize(codes, element))(codes)
+    assert_same_bits(np.asarray(back), expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("name", ["e4m3, nearest", "e2m1, stochastic"])
+def test_multiplications_give_the_bits_of_integer_arithmetic(name):
+    """If no number is subnormal: this CPU flushes them, and GPUs keep them."""
+    rng, element = np.random.default_rng(7), ELEMENTS[name[:4]]
+    shape = mx.QUARTERS, 50, mx.QUADS, 4
+    power = np.exp2(rng.integers(-100, 100, (*shape[:2], 1, 1)).astype(np.float64))
+    spread = np.exp2(-rng.integers(0, 20, shape))
+    x = np.sign(rng.normal(size=shape)) * rng.uniform(1, 2, shape) * spread * power
+    noise = rng.integers(0, 2**32, shape, dtype=np.uint32) if name.endswith("ic") else None
+
+    # Elements with the top exponent bit are normal, also as the f32 that begins with their code.
+    codes = np.arange(1 << element.exponent_bits + element.mantissa_bits - 1, dtype=np.uint32)
+    codes = codes + codes.size
+    codes = np.concatenate([codes, codes + 2 * codes.size])
+
+    @jax.jit
+    def both(x, noise, codes):
+        encode = partial(mx.encode_blocks, x, element, noise)
+        decode = partial(mx.dequantize, codes, element)
+        return [(encode(keeps_subnormals=k), decode(keeps_subnormals=k)) for k in (False, True)]
+
+    jax.tree.map(assert_same_bits, *both(x.astype(np.float32), noise, codes))
 
 
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "not finite"])
@@ -80,4 +130,3 @@ def test_kernels_lower_for_cuda(name, monkeypatch):
     lowered = lowered_for_cuda(mx_program(MX[name], SIZE, jnp.bfloat16, "triton"), x)
     for kernel in ("encode", "hop", "sum", "decode"):
         assert f"dynamiq_mx_{kernel}" in lowered
-        assert call_options(f"mx_{kernel}", interpret=False)["compiler_params"].num_warps > 0
