@@ -75,6 +75,9 @@ def test_interpreted_kernels_give_the_bits_of_xla(name, finite):
     x = mx_gradients(SIZE, finite=finite)
     expected, actual = (mx_results(MX[name], x, dtype, of) for of in ("jnp", "interpret"))
     assert_same_mx(actual, expected, finite=finite)
+    bad = np.pad(~np.isfinite(x).all(axis=0), (0, -SIZE % 32)).reshape(-1, 32).any(axis=1)
+    assert bad.any() != finite
+    np.testing.assert_array_equal(np.isnan(actual["decode"]), np.repeat(bad, 32)[:SIZE])
 
 
 def ran(call, backend, x):
