@@ -133,3 +133,18 @@ def test_kernels_lower_for_cuda(name, monkeypatch):
     lowered = lowered_for_cuda(mx_program(MX[name], SIZE, jnp.bfloat16, "triton"), x)
     for kernel in ("encode", "hop", "sum", "decode"):
         assert f"dynamiq_mx_{kernel}" in lowered
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_every_operation_is_timed_with_its_bytes(name):
+    import coding_kernels  # pyright: ignore[reportMissingImports]
+
+    found = coding_kernels.bench_mx(4096, name, repeats=1, backend="jnp")
+    assert [*found] == ["encode", "hop", "hop, 3 arrived", "sum", "decode"]
+    assert all(timing.time_us > 0 for timing, _ in found.values())
+    gradient, payload = 2 * 4096, 4096 * (8.25 if name == "mxfp8" else 4.25) / 8
+    moved = {kernel: moved for kernel, (_, moved) in found.items()}
+    assert moved["encode"] == moved["decode"] == gradient + payload
+    assert moved["hop"] == gradient + 2 * payload
+    assert moved["sum"] == 2 * gradient + payload
