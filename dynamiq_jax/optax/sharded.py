@@ -28,19 +28,12 @@ from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.meshes import is_explicit, is_outside, mesh_of, resharded
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
-from dynamiq_jax.reduction.explicit_sums import (
-    check_axes,
-    is_explicit,
-    is_outside,
-    mesh_of,
-    resharded,
-    unreduced_axes,
-)
 from dynamiq_jax.reduction.pending import Pending, own_slice
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
@@ -311,7 +304,9 @@ def sharded(
                 "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
                 "names) and take gradients by dq.value_and_grad(reduce=False)"
             )
-        return _outside(step, axis, updates, state, params, extra)
+        from dynamiq_jax.experimental.explicit_mesh.explicit_updates import update_outside
+
+        return update_outside(step, axis, updates, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -393,35 +388,6 @@ def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
 
 
 # --- One update -----------------------------------------------------------------------------------
-
-
-def _outside(
-    step: Callable[..., Any], axis: Axis, updates: Any, state: ShardedState, params: Any, extra: Any
-) -> Any:
-    """``step`` under a map over the whole mesh, for gradients that are unreduced outside of it."""
-    mesh = mesh_of((updates, params))
-
-    def spec_of(x: Any) -> P:
-        found = jax.typeof(x).sharding.spec
-        return P(*found.partitions, unreduced=found.unreduced)
-
-    check_axes(updates, axis, mesh)
-    terms = jax.tree.map(spec_of, updates)
-    moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
-    if not any(moved):
-        warn(
-            f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
-            "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
-        )
-    own, after = jax.tree.map(spec_of, params), state.specs()
-    run = jax.shard_map(
-        functools.partial(step, op="sum", moved=moved),
-        mesh=mesh,
-        in_specs=(terms, after, own, P()),
-        out_specs=(own, after),
-        check_vma=False,
-    )
-    return run(updates, state, params, extra)
 
 
 def _slices(wholes: list[Array], total: Reduction) -> list[Array]:

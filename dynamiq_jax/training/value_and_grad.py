@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
+from dynamiq_jax.core.meshes import is_explicit, mesh_of
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, closed_over
 from dynamiq_jax.training.batches import leaf_specs
-from dynamiq_jax.training.explicit_axes import ExplicitGrad
 from dynamiq_jax.tree.placement import axes_of, check_nodes, restrict_spec
 
 
@@ -260,6 +259,8 @@ def _on_explicit_axes(
     loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
     """A function of parameters and data: the context of the derivative, and what runs in it."""
+    from dynamiq_jax.experimental.explicit_mesh.explicit_axes import ExplicitGrad
+
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     grad = ExplicitGrad(
         mesh=abstract,

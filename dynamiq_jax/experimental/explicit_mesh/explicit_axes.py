@@ -20,27 +20,28 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
+from dynamiq_jax.core.compat import name_of
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
+from dynamiq_jax.core.meshes import resharded
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import State
-from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.explicit_sums import (
-    large_leaves,
-    reduce_unreduced,
-    resharded,
-    unreduced_axes,
-)
-from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
-from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
-from dynamiq_jax.training.explicit_shards import (
+from dynamiq_jax.experimental.explicit_mesh.compat import linear_program, refusals, traced_for
+from dynamiq_jax.experimental.explicit_mesh.explicit_shards import (
     BACKWARD,
     MARKS,
     gathered_before,
     gathers,
     inputs_of,
 )
-from dynamiq_jax.training.uses import Uses, parameter, per_use, value_of
+from dynamiq_jax.experimental.explicit_mesh.explicit_sums import (
+    large_leaves,
+    reduce_unreduced,
+    unreduced_axes,
+)
+from dynamiq_jax.experimental.explicit_mesh.uses import Uses, parameter, per_use, value_of
+from dynamiq_jax.methods import State
+from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
+from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_above_one,
