@@ -29,11 +29,11 @@ from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import is_key, leaf_specs
 from dynamiq_jax.training.value_and_grad import (
     ForAuto,
-    Wanted,
     check_names,
     gradients,
     mesh_around,
 )
+from dynamiq_jax.training.wanted import Wanted
 
 __all__ = ["value_and_grad"]
 
