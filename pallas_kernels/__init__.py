@@ -19,7 +19,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
-from pallas_kernels.backend import Backend, check_backend, pushes, resolve_backend
+from pallas_kernels.backend import Backend, check_backend, needs_of_push, pushes, resolve_backend
 from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
@@ -276,6 +276,7 @@ __all__ = [
     "mix",
     "noise_from",
     "exchange",
+    "needs_of_push",
     "pack_tiles",
     "pushes",
     "resolve_backend",

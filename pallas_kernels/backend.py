@@ -60,6 +60,17 @@ def pushes(fmt: WireFormat, backend: Backend | None) -> bool:
 
 def check_push(names: tuple[str, ...]) -> None:
     """Refuses push kernels over the axes ``names`` where they cannot run."""
+    if (why := needs_of_push(names)) is not None:
+        raise NotImplementedError(
+            f"transport='push' needs {why}; pass transport='permutes' or 'collectives'"
+        )
+
+
+def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
+    """What push kernels over the axes ``names`` need and do not have here; `None`: they run.
+
+    Outside of maps, where there are no axes, only the devices and JAX are considered.
+    """
     mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     if not _on_nvidia():
@@ -75,15 +86,13 @@ def check_push(names: tuple[str, ...]) -> None:
     elif mesh.size > MOST_WORKERS:
         why = f"meshes of up to {MOST_WORKERS} devices, and this one has {mesh.size}"
     else:
-        return
-    raise NotImplementedError(
-        f"transport='push' needs {why}; pass transport='permutes' or 'collectives'"
-    )
+        why = None
+    return why
 
 
 def _on_nvidia() -> bool:
     if jax.default_backend() not in ("gpu", "cuda"):
         return False
     device = jax.devices()[0]
-    version = getattr(device.client, "platform_version", "")
+    version = getattr(getattr(device, "client", None), "platform_version", "")
     return "nvidia" in device.device_kind.lower() or "cuda" in version.lower()

@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 from asserts import assert_close
 from cases import CHEAP, EXACT, daily, small
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.methods.dynamiq import method as dynamiq
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
 from pallas_kernels import backend
@@ -467,3 +469,99 @@ def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused,
     else:
         with pytest.raises(NotImplementedError, match=refused):
             jax.eval_shape(mapped, x)
+
+
+@pytest.fixture
+def nvlink(monkeypatch):
+    """Devices that push kernels would run on, by stand-ins, with limits for small tests."""
+    monkeypatch.setattr(compressing, "fast_links", lambda: True)
+    monkeypatch.setattr(pk, "needs_of_push", lambda: None)
+    monkeypatch.setattr(dynamiq, "push_bytes", lambda n: (2**15, 2**20))
+    monkeypatch.setattr(pk, "exchange", exchanged)
+    called: list[int] = []
+
+    def all_reduce(*args, **options):
+        called.append(args[0].x.size)
+        return reduced(*args, **options) * 1000.0  # told from the other road
+
+    monkeypatch.setattr(pk, "all_reduce", all_reduce)
+    return called
+
+
+def on_mesh(order, reduce, x, **options):
+    """``reduce`` of a row for each device, on a mesh of the devices in an order."""
+    mesh = Mesh(np.array(jax.devices())[list(order)], ("data",))
+    run = jax.shard_map(
+        lambda x: reduce(x[0]), mesh=mesh, in_specs=P("data"), out_specs=P(), **options
+    )
+    return np.asarray(jax.jit(run)(x))
+
+
+def off(total, exact):
+    """|error| / |sum|."""
+    return np.linalg.norm(total - exact) / np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_fast_links_push_where_the_mesh_has_its_devices_in_order(nvlink, check_vma):
+    x = gradient(5, 2, (3 + check_vma) * 2**15)  # sizes that no other test has traced
+    exact = np.asarray(x).sum(0)
+    reduce = lambda x: dq.psum(x, "data")
+    assert off(on_mesh([0, 1], reduce, x, check_vma=check_vma) / 1000, exact) < 0.2
+    assert nvlink
+    for order in ([1, 0], [2, 3]):
+        assert off(on_mesh(order, reduce, x, check_vma=check_vma), exact) < 0.2
+
+
+def by(compression=None, **options):
+    """A psum that compresses buckets of any size."""
+    limits = {"min_bucket_size": 1, "min_bucket_bytes": 0}
+    told = dq.Compression(compression, **limits, **options)
+    return lambda x: dq.psum(x, "data", compression=told)
+
+
+NOT_PUSHED = {
+    "large": (lambda x: by()([x] * 3)[0], 3 * 2**15),
+    "small": (lambda x: dq.psum(x, "data"), 2**12),
+    "transport": (by(transport="permutes"), 2**15),
+    "topology": (by(topology=dq.Direct(transport="collectives")), 2**15),
+    "streams": (by(topology=dq.Direct(streams=2)), 2**15),
+    "ring": (by(topology=dq.Ring()), 2**15),
+    "plan": (by(dq.DynamiQ(plan=True)), 2**15),
+    "checks": (by(dq.DynamiQ(debug_checks=True)), 2**15),
+    "jnp": (by(dq.DynamiQ(backend="jnp")), 2**15),
+    "another method": (by(dq.comparators.MXFP4()), 2**15),
+}
+
+
+@pytest.mark.parametrize(("reduce", "size"), NOT_PUSHED.values(), ids=NOT_PUSHED.keys())
+def test_what_push_kernels_would_not_speed_up_does_not_push(nvlink, reduce, size):
+    x = gradient(5, 2, size)
+    assert off(on_mesh([0, 1], reduce, x), np.asarray(x).sum(0)) < 0.2
+    assert not nvlink
+
+
+@pytest.mark.parametrize("wrapped", [True, False])
+def test_reductions_beside_the_backward_pass_do_not_push(nvlink, wrapped):
+    x = gradient(5, 2, 5 * 2**14)  # no other test has traced this size
+    limits = {"compression": dq.Compression(min_bucket_size=1, min_bucket_bytes=0), "op": "sum"}
+
+    def reduce(x):
+        def loss(w):
+            w = dq.reduce_in_backward(w, "data", **limits) if wrapped else w
+            return jnp.sum(w * x)
+
+        grads = jax.grad(loss)(jnp.zeros_like(x))
+        return grads if wrapped else dq.psum(grads, "data", compression=limits["compression"])
+
+    total = on_mesh([0, 1], reduce, x, check_vma=False)
+    assert bool(nvlink) is not wrapped
+    assert off(total / (1 if wrapped else 1000), np.asarray(x).sum(0)) < 0.2
+
+
+def test_explanations_say_which_sums_push(nvlink):
+    tree = jax.ShapeDtypeStruct((2**17,), jnp.float32)
+    said = dq.explain(tree, 2, verbose=False)
+    assert "sums of up to 1 MiB by one push kernel for each bucket" in said.reason
+    assert said.rows[0].route == "compressed"
+    assert "push" not in dq.explain(tree, 2, verbose=False, compression=dq.BF16()).reason

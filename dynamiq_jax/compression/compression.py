@@ -25,7 +25,7 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
-from dynamiq_jax.topologies import AnyTopology, Hierarchical
+from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
 from dynamiq_jax.tree.leaves import (
@@ -61,7 +61,9 @@ class Compression(Options):
       topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: how payloads are sent, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
-        programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory.
+        programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory. Over NVLink
+        in one process, sums of medium size are "push", unless they run beside a backward pass;
+        `explain` says up to which size.
       exclude: a regular expression: if a leaf's path contains a match, `jax.lax.psum` sums the leaf
         exactly.
       min_leaf_size: leaves of fewer coordinates are summed exactly. Default: 4096.
@@ -142,11 +144,13 @@ class Compression(Options):
         method: Method | None = None,
         *,
         here: bool = True,
+        overlaps: bool = False,
     ) -> Route:
         """The route of one method (default: this one's) among workers on axes of ``sizes``.
 
         ``here`` says whether workers are JAX's devices; otherwise the choice is made as in
-        `assumed`.
+        `assumed`. ``overlaps`` says whether other work should run at the same time, which it cannot
+        beside a push kernel.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -168,9 +172,26 @@ class Compression(Options):
             if n_inner > 1:
                 runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
         limits = method.limits(self.limits, n_workers, fast_links=fast)
-        route = Route(method, topology, sizes, runner, limits, reason)
+        pushed = None
+        if fast and not overlaps:
+            pushed = self._pushed(method, self.topology or topology, n_workers)
+        if pushed is not None:
+            reason += f"; sums of up to {pushed[1] >> 20} MiB by one push kernel for each bucket"
+        route = Route(method, topology, sizes, runner, limits, reason, pushed)
         runner.check(n_workers, route.flat)
         return route
+
+    def _pushed(
+        self, method: Method, topology: AnyTopology | None, n_workers: int
+    ) -> tuple[int, int] | None:
+        """See `Route.pushed`; over fast links, for the topology as it was passed or chosen."""
+        if not isinstance(topology, Direct) or topology.streams not in (None, 1):
+            return None
+        if self.transport is not None or (topology is self.topology and topology.transport):
+            return None
+        found = method.pushed(n_workers)
+        limited = {"min_bucket_size", "min_bucket_bytes"} & self.limits.keys()
+        return found and ((self.limits.get("min_bucket_bytes", 0), found[1]) if limited else found)
 
     def group(
         self,
@@ -178,7 +199,7 @@ class Compression(Options):
         sizes: tuple[int, ...],
         *,
         without: Collection[int] = (),
-        limits_of: Callable[[Route], Limits] = lambda route: route.limits,
+        limits_of: Callable[[Route], Limits] = lambda route: route.sum_limits,
         bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
     ) -> Grouping:

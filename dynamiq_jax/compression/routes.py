@@ -35,11 +35,28 @@ class Route:
     limits: Limits
     reason: str = field(compare=False)
     """Why this topology serves."""
+    pushed: tuple[int, int] | None = None
+    """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
+    they never do."""
 
     @property
     def n_workers(self) -> int:
         """Workers on all axes."""
         return math.prod(self.sizes)
+
+    @property
+    def sum_limits(self) -> Limits:
+        """The limits of an all-reduce that may be one push kernel."""
+        if self.pushed is None:
+            return self.limits
+        return self.limits._replace(min_bucket_bytes=self.pushed[0])
+
+    @property
+    def push(self) -> Topology | None:
+        """The topology by which push kernels do an all-reduce; `None`: they never do."""
+        if self.pushed is None:
+            return None
+        return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and those of them on the outer axes."""

@@ -150,6 +150,13 @@ class Method(Options, ABC):
         size = 0 if given.get("min_bucket_bytes") == 0 else MIN_BUCKET_SIZE
         return Limits(MIN_LEAF_SIZE, size, 0, BUCKET_BYTES)._replace(**given)
 
+    def pushed(self, n_workers: int) -> tuple[int, int] | None:
+        """The bytes of a sum from which, and up to which, one push kernel is fastest over NVLink.
+
+        `None`: push kernels do not run here, or are never the fastest.
+        """
+        return None
+
     def over_fast_links(self) -> Self:
         """The method for links as fast as NVLink, where a plan costs more time than bytes."""
         return self
@@ -308,6 +315,13 @@ class WrappedMethod(Method):
     def of_bucket(self, bucket: Bucket) -> Self:
         """This wrapper around the method for this bucket."""
         return replace(self, method=self.method.of_bucket(bucket))  # type: ignore[type-var]
+
+    def pushed(self, n_workers: int) -> tuple[int, int] | None:
+        """The bytes of a sum from which, and up to which, one push kernel is fastest over NVLink.
+
+        `None`: push kernels do not run here, or are never the fastest.
+        """
+        return None
 
     def over_fast_links(self) -> Self:
         """See `Method`."""

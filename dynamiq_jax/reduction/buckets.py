@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined
+from dynamiq_jax.core.lowering import by_device_order
 from dynamiq_jax.core.seeds import Seed, key_words
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
@@ -107,11 +108,15 @@ def reduce_leaves(
         values |= zip(indices, exact, strict=True)
         divisor, metrics = axis.size if op == "mean" else 1, sent is not None
         run = axis.program(_reduce_bucket)
+        pushes = axis.groups is None and not axis.vmapped
+        nbytes = sum(bucket.nbytes for bucket in grouping.buckets)
         # Buckets keep their order: seeds[number] and after[number] belong to bucket ``number``.
         for number, bucket in enumerate(grouping.buckets):
             route = bucket.route
             method = route.runner.of_bucket(bucket)
-            way = _Way(axis, method, route.flat, divisor, metrics)
+            # Several large buckets overlap with each other, but not beside a push kernel.
+            fits = pushes and route.pushed is not None and nbytes <= route.pushed[1]
+            way = _Way(axis, method, route.flat, divisor, metrics, route.push if fits else None)
             x = concatenate(bucket, values)
             constants = lax.stop_gradient((x, seeds[number], after[number]))
             total, (after[number], facts) = run(*constants, way=way)
@@ -132,6 +137,8 @@ class _Way(NamedTuple):
     topology: Topology | None
     divisor: int
     metrics: bool
+    push: Topology | None = None
+    """The topology for push kernels, if these are faster."""
 
 
 # A function of its own in the program: buckets of the same size are traced and lowered once.
@@ -139,6 +146,11 @@ class _Way(NamedTuple):
 def _reduce_bucket(
     x: Array, seed: Seed, state: State, *, way: _Way
 ) -> tuple[Array, tuple[State, BucketMetrics | None]]:
+    if way.push is not None:
+        alone = way._replace(push=None)
+        ways = alone._replace(topology=way.push), alone
+        by = (functools.partial(_reduce_bucket, way=one) for one in ways)
+        return by_device_order(*by, x, seed, state)
     call = Call(way.axis, way.topology, seed, way.divisor, state, way.metrics)
     outcome = way.method.all_reduce(x, call)
     known = bucket_metrics(outcome.value, outcome.facts) if way.metrics else None

@@ -105,6 +105,8 @@ class Reduction:
     """How open axes (`Surroundings.open`) split leaves, as for `psum`."""
     opened: tuple[P, ...] | None = None
     """The PartitionSpec of every leaf over the open axes; `None`: no axes are open."""
+    overlaps: bool = False
+    """Whether reductions run beside a forward or backward pass."""
 
     def __post_init__(self):
         """Refuses other operations."""
@@ -206,7 +208,8 @@ class Reduction:
         compare_first("all-reduce", axis, leaves, facts)
         # Which leaves travel how: in a bucket, exactly, or (``fixed``) not at all or by JAX alone.
         fixed = fixed_leaves(leaves, values, axis)
-        grouping = compression.group(leaves, sizes, without=fixed if state is None else ())
+        told = {"without": fixed if state is None else (), "overlaps": self.overlaps}
+        grouping = compression.group(leaves, sizes, **told)
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
@@ -279,7 +282,8 @@ class Reduction:
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
-                some = Reduction(Axis(rest), own, self.op).reduce(some, key).tree
+                rest_of = Reduction(Axis(rest), own, self.op, overlaps=self.overlaps)
+                some = rest_of.reduce(some, key).tree
             found |= some
         return treedef.unflatten(found.values())
 

@@ -39,8 +39,8 @@ ppermutes use best (`dynamiq_jax.core.xla`). "push": kernels write into the memo
 GPUs. If the codec supports it, one kernel does an all-reduce of one stream
 (`pallas_kernels.all_reduce`); else each exchange is one kernel (`pallas_kernels.exchange`). Push
 kernels share a CUDA stream with all other kernels, which wait for them. Push needs one process, up
-to 8 GPUs (Hopper or newer), and steps in which all workers send to all; it is never chosen
-automatically."""
+to 8 GPUs (Hopper or newer), a mesh of the first GPUs in their order, and steps in which all workers
+send to all."""
 
 
 class Stage(NamedTuple):

@@ -12,7 +12,9 @@
 about these workers, so rules 2 and 3 apply, and `assumed` says so.
 
 The transport that `transport=None` chooses: "permutes" for up to `COPYING` workers if copy engines
-execute ppermutes (`dynamiq_jax.core.xla`), else "collectives"; never "push".
+execute ppermutes (`dynamiq_jax.core.xla`), else "collectives". A sum over NVLink that is not beside
+other work is "push" if its size is between the limits of `dynamiq_jax.methods.dynamiq.crossover`,
+and the mesh has its devices in their order (`dynamiq_jax.core.lowering`).
 """
 
 import math

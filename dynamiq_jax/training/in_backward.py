@@ -111,7 +111,7 @@ def reduce_in_backward(
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
-    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression))
+    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression), overlaps=True)
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")

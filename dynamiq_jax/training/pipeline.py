@@ -133,7 +133,7 @@ def sequential(
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
-    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression))
+    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression), overlaps=True)
     if pending is not None:
         _check_pending(pending, axis, told["copies"])
     parts = []

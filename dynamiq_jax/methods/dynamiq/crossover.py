@@ -24,6 +24,15 @@ def psum_bytes(n_workers: int) -> int:
     return _entry(n_workers)["psum_bytes"]
 
 
+def push_bytes(n_workers: int) -> tuple[int, int] | None:
+    """The bytes of a call's buckets from which, and up to which, push kernels are the fastest.
+
+    `None`: push kernels were not measured on this many GPUs.
+    """
+    found = _entry(n_workers).get("push_bytes")
+    return None if found is None or n_workers > _MEASURED[-1]["n_devices"] else tuple(found)
+
+
 def psum_scatter_bytes(n_workers: int) -> int:
     """The limit for `jax.lax.psum_scatter`, which sends half as many bytes as `jax.lax.psum`."""
     return _entry(n_workers)["psum_scatter_bytes"]

@@ -41,7 +41,7 @@ from dynamiq_jax.methods.dynamiq.codec import (
     expected_error,
     shared_plan,
 )
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, push_bytes
 from dynamiq_jax.methods.dynamiq.format import Format
 from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import pack_statistics, sampled
@@ -218,6 +218,13 @@ class DynamiQ(HopMethod):
         least = given.get("min_bucket_bytes", least)
         own = Limits(MIN_LEAF_SIZE, size, least, max(BUCKET_BYTES, 2 * least))
         return own._replace(**given)
+
+    def pushed(self, n_workers: int) -> tuple[int, int] | None:
+        """See `Method`. A plan needs statistics first, and callbacks cannot be left out later."""
+        in_one_kernel = self.plan is False and pk.pushes(self._wire, self.backend)
+        if self.debug_checks or not in_one_kernel or pk.needs_of_push() is not None:
+            return None
+        return push_bytes(n_workers)
 
     def over_fast_links(self) -> Self:
         """See `Method`."""
