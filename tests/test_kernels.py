@@ -212,7 +212,7 @@ def test_pushes_lower_for_cuda(axes, monkeypatch):
 
 
 @pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")
-@pytest.mark.parametrize("plan", daily([True, False], [True]))
+@pytest.mark.parametrize("plan", [True, False])
 @pytest.mark.parametrize("dither", [True, False])
 def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypatch):
     monkeypatch.setattr(push, "check_push", lambda names: None)
@@ -230,7 +230,8 @@ def test_an_all_reduce_by_one_push_kernel_lowers_for_cuda(plan, dither, monkeypa
 
     program = lowered(dq.psum, 2**16)
     assert "dynamiq_push_all_reduce" in program
-    assert program.count("uses_xla_collective_metadata = true") == 2  # with the message's
+    # A plan needs the sum of all messages first.
+    assert program.count("uses_xla_collective_metadata = true") == 1 + plan
     with pytest.raises(NotImplementedError, match="jax.vmap asks for 3; .*transport='permutes'"):
         lowered(lambda x, **told: jax.vmap(partial(dq.psum, **told))(x), 3, 2**16)
 
