@@ -7,7 +7,8 @@ t of a chunk has block t of every quarter. It takes whole words of a payload, wh
 ==============  =================  =============================================================
 section         words              content of a part's words
 ==============  =================  =============================================================
-scale codes     T                  a byte for each quarter
+scale codes     T, and up to 3     a byte for each quarter; words of zeros follow, so that threads
+                                   can move four words of a plane at once
 planes of bits  4 T p              p = 8, 4, 2, 1 where a code has that many bits or their sum;
                                    the larger plane holds the lower bits of a code
 ==============  =================  =============================================================
@@ -43,6 +44,8 @@ UNIT = QUARTERS * BLOCK
 """Coordinates with whole words of scale codes."""
 QUADS = BLOCK // QUAD
 """The quads of a block."""
+AT_ONCE = 4
+"""Words that a thread moves at once: the scale codes of a payload take a multiple of them."""
 NAN_SCALE = 255
 """The scale code of a block with a NaN or an infinity; the codes of its elements say nothing."""
 
@@ -284,7 +287,7 @@ def _unpack(words, width: int, plane: int) -> Array:
 
 def sections(parts: int, element: Element) -> tuple[int, ...]:
     """Where the planes of a payload of so many parts begin, and its length, in words."""
-    starts = [parts]
+    starts = [-(-parts // AT_ONCE) * AT_ONCE]
     for plane in planes_of(element.bits):
         starts.append(starts[-1] + parts * QUADS * plane // 2)
     return tuple(starts)
@@ -297,6 +300,7 @@ def encode(
     shape = QUARTERS, x.shape[0] // UNIT, QUADS, QUAD
     noise = None if noise is None else noise.reshape(shape)
     scales, planes = encode_blocks(x.astype(jnp.float32).reshape(shape), element, noise)
+    scales = jnp.pad(scales, (0, sections(shape[1], element)[0] - shape[1]))
     return jnp.concatenate([scales, *(plane.reshape(-1) for plane in planes)])
 
 
@@ -305,4 +309,4 @@ def decode(payload: UInt32[Array, " words"], size: int, element: Element) -> Flo
     parts = size // UNIT
     scales, *planes = jnp.split(payload, sections(parts, element)[:-1])
     planes = [plane.reshape(parts, QUADS, -1) for plane in planes]
-    return decode_blocks(scales, planes, element).reshape(-1)
+    return decode_blocks(scales[:parts], planes, element).reshape(-1)

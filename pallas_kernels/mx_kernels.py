@@ -21,6 +21,7 @@ from pallas_kernels.format import QUAD, planes_of
 from pallas_kernels.hashing import NOISE_WORDS, Noise, noise_words
 from pallas_kernels.kernels import rows_of
 from pallas_kernels.mx import (
+    AT_ONCE,
     BLOCK,
     QUADS,
     QUARTERS,
@@ -94,8 +95,9 @@ class _Program:
         return word + lax.broadcasted_iota(jnp.int32, shape, 2), part < self.form.parts
 
     def _scale_words(self) -> tuple[Array, Array]:
+        """As `_words`; behind the last part come zeros, the codes of blocks that are not there."""
         part = self.parts((self.at_once,), 0)
-        return part, part < self.form.parts
+        return part, part < sections(self.form.parts, self.form.element)[0]
 
     def _sections(self) -> list[tuple[Array, Array]]:
         """Positions of the words of all planes, and whether the payload has them."""
@@ -226,7 +228,8 @@ class _Launch(NamedTuple):
 def _launched(operands: tuple, *, launch: _Launch) -> Array:
     """The result of a launch. Equal launches of a program are traced and lowered once."""
     form, name = launch.form, f"mx_{launch.name}"
-    at_once = min(tuning_for(name).rows_per_program, pl.next_power_of_2(form.parts))
+    # Powers of two from 4 on, so that programs have the words that round up the scale codes.
+    at_once = min(tuning_for(name).rows_per_program, pl.next_power_of_2(max(form.parts, AT_ONCE)))
 
     def start() -> _Program:
         return _Program(form, at_once, pl.program_id(0), pl.program_id(1))

@@ -135,6 +135,16 @@ def test_kernels_lower_for_cuda(name, monkeypatch):
         assert f"dynamiq_mx_{kernel}" in lowered
 
 
+def test_backends_are_refused_that_have_no_kernels_of_mx_floats():
+    with pytest.raises(ValueError, match="backend='mosaic'; expected .*'triton'"):
+        dq.comparators.MXFP8(backend="mosaic")  # pyright: ignore[reportArgumentType]
+    method = small(dq.comparators.MXFP8(backend="triton"))
+    with pytest.raises(NotImplementedError, match="'triton' needs an NVIDIA GPU.*backend=None"):
+        jax.vmap(lambda x: dq.psum(x, "data", compression=method), axis_name="data")(
+            jnp.ones((4, 600))
+        )
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_every_operation_is_timed_with_its_bytes(name):

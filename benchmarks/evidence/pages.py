@@ -94,6 +94,7 @@ STEPS_OF = {
     "bf16-zero": "bf16 ZeRO-1 by hand",
     "zero-pipeline:bf16/bf16": "sharded updates, bf16",
     "dp:mxfp8": "MXFP8",
+    "dp:mxfp4": "MXFP4",
     "dp:5": SHOWN["dp:5"],
     "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
     "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
