@@ -114,8 +114,9 @@ def bytes_per_second(rate: str) -> float:
 def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
     """The three ways for the leaves of a grouping; none if a method does not scatter.
 
-    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
-    To all-reduce all gradients a worker sends ``all_reduced`` bytes, in all and on the outer axes.
+    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced. A
+    worker that all-reduces all gradients sends ``all_reduced`` bytes: in all, and on the outer
+    axes.
     """
     if not all(bucket.route.method.shards for bucket in grouping.buckets):
         return ()
@@ -172,7 +173,7 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
 
 
 def _half_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
-    """Bytes to scatter so many coordinates, or to gather them: in all, and on the outer axes."""
+    """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
     route = bucket.route
     return np.array(route.half_wire_bits(-(-size // route.n_workers), gathers)) / 8
 

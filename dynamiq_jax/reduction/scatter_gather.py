@@ -156,7 +156,7 @@ def _scatter_leaves(
 
 
 def divide(total: Array, divisor: int, dtype: Any) -> Array:
-    """The sum over the divisor, as ``dtype``; numbers of less than 32 bits are divided in f32."""
+    """The sum divided by the divisor, as ``dtype``; narrow numbers are divided in f32."""
     if divisor > 1:
         narrow = jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4
         total = (total.astype(jnp.float32) if narrow else total) / divisor
@@ -220,7 +220,7 @@ class Cut(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
-    """Slices along one axis as rows; equal leaves, which have no names here, share the function."""
+    """Slices along one axis as rows. Equal leaves share this function, since it has no names."""
     return to_flat(jnp.moveaxis(x.reshape(shape), at, 0), own)
 
 
@@ -437,7 +437,7 @@ def pack(
 
 
 def _check_packed(packed: Packed, axis: Axis, told: list[str]) -> None:
-    """Refuses packed shards of other workers, and what they have already."""
+    """Refuses packed shards of other workers, and arguments that the shards already determine."""
     if axis != packed.axis:
         raise ValueError(
             f"axis_name={axis.name!r}, and the shards were packed over {packed.axis.name!r}; "
@@ -546,7 +546,7 @@ def group_parts(
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
-    """Refuses an axis that a leaf does not have; its result has ``more`` axes."""
+    """Refuses an axis that a leaf does not have; the result has ``more`` axes than the leaf."""
     count = len(leaf.shape) + more
     if not -count <= axis < count:
         raise ValueError(
