@@ -271,9 +271,9 @@ class Reduction:
                 if plain or (topology is None and route.topology):
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
-                    half = dataclasses.replace(own, topology=topology)
+                    routed = dataclasses.replace(own, topology=topology)
                     run, of_some = scattering(
-                        Axis(names), some, half, dimension, op=self.op, key=seed
+                        Axis(names), some, routed, dimension, op=self.op, key=seed
                     )
                     some = of_some.unflatten(run())
             if rest:
@@ -302,8 +302,8 @@ class Reduction:
                     some = _gather_natively(some, route, names, dimension, self.to)
                 else:
                     topology = route.topology and route.topology.over(names, self.axis.names)
-                    half = dataclasses.replace(own, topology=topology)
-                    some = gather_over(axis, some, half, dimension, key=seed, to=self.to)
+                    routed = dataclasses.replace(own, topology=topology)
+                    some = gather_over(axis, some, routed, dimension, key=seed, to=self.to)
             found |= some
         pairs = zip(self.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)

@@ -109,7 +109,7 @@ def scattering(
     sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))
+    bits_of = lambda route, bucket: route.sharded_bits_per_coord(-(-bucket.size // n))
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
@@ -139,7 +139,7 @@ def _scatter_leaves(
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
-        method, topology = bucket.route.halves()
+        method, topology = bucket.route.sharded()
         run = axis.program(_scatter_bucket)
         way = {"axis": axis, "method": method, "topology": topology}
         x = joined(parts)
@@ -329,7 +329,7 @@ def _grouped_shards(
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
-    bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)
+    bits_of = lambda route, bucket: route.sharded_bits_per_coord(bucket.size, gather=True)
     shards = math.prod(sizes)
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=shards)
     check_whole(grouping, axis)
@@ -353,7 +353,7 @@ def _gather_leaves(
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
+        run, (method, _) = axis.program(_gather_bucket), bucket.route.sharded()
         x = concatenate(bucket, dict(enumerate(values)))
         if cut.n_workers == 1:
             gathered = exact(x)
@@ -427,7 +427,7 @@ def pack(
     words, n, payloads = key_words(key), axis.size, []
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.halves()
+        x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.sharded()
         # One worker's gather encodes nothing.
         call = Call(axis, None, seed)
         payloads.append(x if n == 1 else method.pack(lax.stop_gradient(x), call))
@@ -478,7 +478,7 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
         if cut.n_workers == 1:
             gathered = axis.all_gather(payload, to=to)
         else:
-            run, (method, _) = axis.program(_unpack_bucket), bucket.route.halves()
+            run, (method, _) = axis.program(_unpack_bucket), bucket.route.sharded()
             sizes = {"size": bucket.size, "dtype": bucket.dtype}
             gathered = run(payload, seed, axis=axis, method=method, to=to, **sizes)
         _take_apart(gathered, bucket, values, back)
@@ -519,7 +519,7 @@ def group_parts(
     *,
     fixed: Fixed,
     shards: int = 1,
-    check: Callable[[Route], object] = Route.halves,
+    check: Callable[[Route], object] = Route.sharded,
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
 
