@@ -172,7 +172,7 @@ class Reduction:
             )
 
     def some(self, places: Collection[int]) -> "Reduction":
-        """The same reduction of only some leaves, by their numbers."""
+        """A reduction of only some of these leaves, by their numbers."""
         names = ["splits", "others", "padding", *(["opened"] if self.opened is not None else [])]
         kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
         return dataclasses.replace(self, **kept)

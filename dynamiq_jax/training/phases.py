@@ -352,7 +352,7 @@ class Progress:
         return max(0, self._traced.payload - self._round)
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
-        """The same call with this `payload`; its last kernels have not run."""
+        """An equal call with this `payload`; its last kernels have not run."""
         values = {**self._traced.constants, **payload}
         return Progress(self._traced, values, [*payload], len(self._traced.rounds))
 
