@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from jax import Array, lax
-from training import N_WORKERS, Recipe, Way, contenders, invocation, make_ways
+from training import EIGHT, Recipe, Way, contenders, invocation, make_ways
 
 Tree = Any
 
+N_WORKERS = EIGHT.count
 CLASSES, SIDE, PATCH = 10, 8, 2
 WIDTH, HEADS, BLOCKS = 64, 4, 2
 HELD_OUT = 5

@@ -2,10 +2,19 @@ r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
 
-Trains small models of `examples/llm_model.py` (`MODELS`) by AdamW with `N_WORKERS` workers that one
-device simulates. Start, tokens and key of the rounding depend on (seed, step) alone, so that the
-runs of all methods are paired: every row is compared seed by seed with the exact mean in f32, which
-always runs.
+Trains small models of `examples/llm_model.py` (`MODELS`) by AdamW with workers that one device
+simulates. Start, tokens and key of the rounding depend on (seed, step) alone, so that the runs of
+all methods are paired: every row is compared seed by seed with the exact mean in f32, which always
+runs. To compare numbers of workers, give them one batch, which is split evenly:
+
+    for N in 8 16 64; do
+        python benchmarks/evidence/training.py --workers $N --global-batch 64 --models mid \
+            --topologies ring,butterfly,direct --methods bf16-psum,dynamiq:5,dynamiq:4 --seeds 2
+    done
+
+Rows have the validation loss, and *top-1*: the share of held-out positions whose next token has the
+largest logit (the first of equal ones). If ``bf16-psum`` is among the methods, rows also have top-1
+in % of that of bf16 psum.
 
 Methods are those of ``dynamiq-jax error`` (``f32`` and ``bf16`` sum uncompressed over the
 topology), those of `METHODS`, and
@@ -30,7 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +47,7 @@ import numpy as np
 import optax
 import typer
 from jax import Array, lax
+from scipy.stats import t as student
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import contenders
@@ -45,18 +55,29 @@ from dynamiq_jax.commands.bench import contenders
 sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
-from llm_model import CONFIGS, INITS, Config, init_params, make_stages
+from llm_model import CONFIGS, INITS, Config, init_params, make_forward, make_stages
 from train_llm import LEARNING_RATES, MAX_NORM, MIN_LEAF_SIZE, RECIPES, Recipe, environment
 from train_llm import make_optimizer as adamw
 
 Tree = Any
 Row = dict[str, Any]
+Backend = Literal["jnp", "triton", "mosaic"]
 
-N_WORKERS = 8
 CURVE_WINDOW = 25
 """Steps that a point of the kept training curve averages."""
 VALIDATION_ROWS = 8
 """Sequences of a validation batch."""
+
+
+class Workers(NamedTuple):
+    """The workers that one device simulates."""
+
+    count: int = 8
+    backend: Backend = "jnp"
+    """Of DynamiQ's kernels."""
+
+
+EIGHT = Workers()
 
 
 class Model(NamedTuple):
@@ -66,9 +87,9 @@ class Model(NamedTuple):
     recipe: Recipe
     """Its batch size is that of a worker."""
     seeds_at_once: int
-    """That a GPU trains in one program."""
-    workers_at_once: int = N_WORKERS
-    """Whose gradients are computed together."""
+    """That a GPU trains in one program, with 8 workers each."""
+    workers_at_once: int | None = None
+    """Whose gradients are computed together; `None`: all."""
 
 
 MODELS = {
@@ -141,13 +162,13 @@ METHODS: Mapping[str, Callable[..., Any]] = {
 """By names without bits; "memory" is error feedback."""
 
 
-def make_method(text: str) -> Any:
-    """The method that ``text`` means, for example ``dynamiq:5``, with kernels in jax.numpy.
+def make_method(text: str, backend: Backend = "jnp") -> Any:
+    """The method that ``text`` means, for example ``dynamiq:5``.
 
     Raises:
       ValueError: the method or its bits are not known.
     """
-    options = {"backend": "jnp"} if text.startswith("dynamiq") else {}
+    options = {"backend": backend} if text.startswith("dynamiq") else {}
     return contenders.make_method(text, METHODS, **options)
 
 
@@ -206,10 +227,10 @@ def psum(name: str, dtype: Any, recipe: Recipe) -> Way:
     return Way(name, "native", lambda grads: bits, **replicated(average, recipe))
 
 
-def all_reduced(text: str, topology: str, recipe: Recipe) -> Way:
+def all_reduced(text: str, topology: str, recipe: Recipe, workers: Workers) -> Way:
     """The library's mean by the method and over the topology of these names."""
     name, colon, bits = text.partition(":")
-    method = make_method(text)
+    method = make_method(text, workers.backend)
     route = None if topology == "native" else contenders.parse_topology(topology)
     if isinstance(route, dq.Ring):
         route = replace(route, unroll_up_to=1)  # compiles faster, gives the same bits
@@ -219,17 +240,14 @@ def all_reduced(text: str, topology: str, recipe: Recipe) -> Way:
         return dq.reduce(grads, AXIS, compression=request, key=key, state=memory)[:2]
 
     def bits_per_coord(grads: Tree) -> float:
-        return request.explain(grads, N_WORKERS, verbose=False).bits_per_coord
+        return request.explain(grads, workers.count, verbose=False).bits_per_coord
 
-    return Way(
-        f"{name}:{float(bits):g}" if colon else name, topology, bits_per_coord,
-        **replicated(
-            average, recipe, partial(request.init_state, n_workers=N_WORKERS, stacked=True)
-        ),
-    )  # fmt: skip
+    memory = partial(request.init_state, n_workers=workers.count, stacked=True)
+    label = f"{name}:{float(bits):g}" if colon else name
+    return Way(label, topology, bits_per_coord, **replicated(average, recipe, memory))
 
 
-def sharded(text: str, topology: str, recipe: Recipe) -> Way:
+def sharded(text: str, topology: str, recipe: Recipe, workers: Workers) -> Way:
     """`dq.optax.sharded`, GRADIENTS/DIFFERENCES, or FSDP, GRADIENTS/WEIGHTS/whole.
 
     Raises:
@@ -239,26 +257,27 @@ def sharded(text: str, topology: str, recipe: Recipe) -> Way:
     fsdp = parts[2:] == ["whole"]
     if len(parts) > 2 and not fsdp:
         raise ValueError(f"method {text!r}: pass GRADIENTS/DIFFERENCES or GRADIENTS/WEIGHTS/whole")
-    methods = [make_method("f32" if part == EXACT else part) for part in parts[:2]]
+    named = ("f32" if part == EXACT else part for part in parts[:2])
+    methods = [make_method(name, workers.backend) for name in named]
     limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
     route = None if isinstance(methods[0], dq.F32) else contenders.parse_topology(topology)
     scatter = dq.Compression(methods[0], topology=route, **limits)
     gather = dq.Compression(methods[1], **limits)
     leaf = jax.ShapeDtypeStruct((2**24,), jnp.float32)  # so large that rests do not count
-    costs = [half.explain(leaf, N_WORKERS, verbose=False) for half in (scatter, gather)]
+    costs = [half.explain(leaf, workers.count, verbose=False) for half in (scatter, gather)]
     bits = sum(cost.bits_per_coord for cost in costs) / 2
-    own = (_fully_sharded if fsdp else _sharded_updates)(scatter, gather, recipe)
+    own = (_fully_sharded if fsdp else _sharded_updates)(scatter, gather, recipe, workers.count)
     return Way(text, topology, lambda grads: bits, **own)
 
 
-def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any]:
+def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe, n_workers: int) -> dict[str, Any]:
     optimizer = dq.optax.sharded(
         adamw(recipe, optax.identity()), AXIS,
         compression=scatter, differences=gather, max_norm=MAX_NORM,
     )  # fmt: skip
 
     def init(params: Tree) -> Any:
-        return jax.vmap(lambda _: optimizer.init(params), axis_name=AXIS)(jnp.arange(N_WORKERS))
+        return jax.vmap(lambda _: optimizer.init(params), axis_name=AXIS)(jnp.arange(n_workers))
 
     def update(grads: Tree, state: Any, params: Tree, key: Array) -> tuple[Tree, Any]:
         mapped = jax.vmap(optimizer.update, (0, 0, None), axis_name=AXIS)
@@ -268,37 +287,42 @@ def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any
     return {"init": init, "update": update}
 
 
-def _fully_sharded(scatter: Any, gather: Any, recipe: Recipe) -> dict[str, Any]:
+def _fully_sharded(scatter: Any, gather: Any, recipe: Recipe, n_workers: int) -> dict[str, Any]:
     def average(grads: Tree, key: Array, memory: Any) -> tuple[Tree, Any]:
         own = dq.psum_scatter(grads, AXIS, tiled=True, compression=scatter, key=key)
         sums = jax.tree.map(lambda x: lax.all_gather(x, AXIS, tiled=True), own)
-        return jax.tree.map(lambda x: x / N_WORKERS, sums), memory
+        return jax.tree.map(lambda x: x / n_workers, sums), memory
 
     def used(params: Tree, key: Array) -> Tree:
         def gathered(slices: Tree) -> Tree:
             return dq.all_gather(slices, AXIS, tiled=True, compression=gather, key=key)
 
-        slices = jax.tree.map(lambda x: x.reshape(N_WORKERS, -1, *x.shape[1:]), params)
+        slices = jax.tree.map(lambda x: x.reshape(n_workers, -1, *x.shape[1:]), params)
         return jax.tree.map(lambda x: x[0], jax.vmap(gathered, axis_name=AXIS)(slices))
 
     return replicated(average, recipe) | {"used": used}
 
 
-def make_ways(methods: Sequence[str], topologies: Sequence[str], recipe: Recipe) -> list[Way]:
-    """The exact mean, and the ways that the command line names.
+def make_ways(
+    methods: Sequence[str],
+    topologies: Sequence[str],
+    recipe: Recipe,
+    workers: Workers = EIGHT,
+) -> list[Way]:
+    """The exact mean, and the ways that the command line names; bf16 psum first among these.
 
     Raises:
       ValueError: a method or a topology is not known.
     """
     found = [psum(EXACT, jnp.float32, recipe)]
-    for text in methods:
+    for text in sorted(methods, key=lambda text: text != BF16):
         if text == BF16:
             found.append(psum(BF16, jnp.bfloat16, recipe))
         elif text != EXACT:
             native = "/" not in text and contenders.is_native(make_method(text))
             make = sharded if "/" in text else all_reduced
             routes = ["native"] if native else topologies
-            found += [make(text, route, recipe) for route in routes]
+            found += [make(text, route, recipe, workers) for route in routes]
     return found
 
 
@@ -311,6 +335,12 @@ class Task(NamedTuple):
     name: str
     model: Model
     corpus: Corpus
+    workers: Workers
+
+    @property
+    def global_batch(self) -> int:
+        """Sequences of a step, over all workers."""
+        return self.workers.count * self.model.recipe.batch_size
 
     @property
     def gradients(self) -> Tree:
@@ -325,9 +355,9 @@ class Task(NamedTuple):
     def tokens(self, seed: int) -> np.ndarray:
         """i32[steps, workers, sequences, seq_len + 1]: what a seed trains on."""
         recipe, length = self.model.recipe, self.model.config.seq_len + 1
-        told = {"rows": N_WORKERS * recipe.batch_size, "length": length, "seed": seed}
+        told = {"rows": self.global_batch, "length": length, "seed": seed}
         steps = [train_batch(self.corpus, step, **told) for step in range(recipe.steps)]
-        return np.stack(steps).reshape(recipe.steps, N_WORKERS, -1, length)
+        return np.stack(steps).reshape(recipe.steps, self.workers.count, -1, length)
 
     def validation(self) -> np.ndarray:
         """i32[batches, sequences, seq_len + 1]."""
@@ -336,15 +366,32 @@ class Task(NamedTuple):
         return np.stack([*validation_batches(self.corpus, **told)])
 
 
-def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array]]:
+def make_score(config: Config) -> Callable[[Tree, Array], tuple[Array, Array]]:
+    """Returns the function (parameters, tokens) -> validation loss in nats, and top-1 from 0 to 1.
+
+    Tokens are i32[sequences, seq_len + 1]; both results are means over all positions, f32[].
+    """
+    forward = make_forward(config)
+
+    def score(params: Tree, tokens: Array) -> tuple[Array, Array]:
+        logits, targets = forward(params, tokens[:, :-1]).astype(jnp.float32), tokens[:, 1:]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return jnp.mean(losses), jnp.mean(jnp.argmax(logits, axis=-1) == targets)
+
+    return score
+
+
+def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array, Array]]:
     """Returns the program that trains one model for every seed.
 
     From seeds i32[S], their tokens [S, ...] and validation batches (see `Task`) it computes the
-    losses of all steps [S, steps] and the validation loss [S].
+    losses of all steps [S, steps], the validation loss [S] and its top-1 [S].
     """
-    loss = make_loss(model.config)
+    loss, score = make_loss(model.config), make_score(model.config)
 
-    def train(seed: Array, tokens: Array, windows: Array) -> tuple[Array, Array]:
+    def train(seed: Array, tokens: Array, windows: Array) -> tuple[Array, Array, Array]:
+        count = tokens.shape[1]
+        at_once = min(model.workers_at_once or count, count)
         start_key, key = jax.random.split(jax.random.key(seed))
 
         def step(carry: tuple[Tree, Any], now: tuple[Array, Array]) -> tuple:
@@ -352,21 +399,23 @@ def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array]]:
             step_key = jax.random.fold_in(key, number)
             used = way.used(params, jax.random.fold_in(step_key, 1))
             one = partial(jax.value_and_grad(loss), used)
-            losses, grads = lax.map(one, own, batch_size=model.workers_at_once)
+            losses, grads = lax.map(one, own, batch_size=at_once)
             return way.update(grads, state, params, step_key), jnp.mean(losses)
 
         params = init_params(model.config, start_key)
         numbered = jnp.arange(tokens.shape[0]), tokens
         (params, _), losses = lax.scan(step, (params, way.init(params)), numbered)
-        return losses, jnp.mean(lax.map(partial(loss, way.used(params, key)), windows))
+        scores = lax.map(partial(score, way.used(params, key)), windows)
+        return losses, *map(jnp.mean, scores)
 
     return jax.jit(jax.vmap(train, (0, 0, None)))
 
 
 def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, ...]:
-    """Losses of all seeds; see `make_trainer`."""
+    """Losses and top-1 of all seeds; see `make_trainer`."""
     program, validation = make_trainer(task.model, way), task.validation()
-    at_once = 2 if jax.default_backend() == "cpu" else task.model.seeds_at_once
+    fit = max(1, task.model.seeds_at_once * EIGHT.count // task.workers.count)
+    at_once = 2 if jax.default_backend() == "cpu" else fit
     parts = []
     for first in range(0, seeds, at_once):
         own = np.arange(first, min(first + at_once, seeds), dtype=np.int32)
@@ -378,11 +427,16 @@ def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, ...]:
 # --- Figures --------------------------------------------------------------------------------------
 
 
-def figures(losses: np.ndarray, validation: np.ndarray) -> Row:
-    """Figures of a row's runs, for every seed; see `make_trainer`. `None` is not finite."""
+def figures(losses: np.ndarray, validation: np.ndarray, top1: np.ndarray) -> Row:
+    """Figures of a row's runs, for every seed; see `make_trainer`. `None` is not finite.
+
+    A run whose validation loss is not finite has no top-1.
+    """
     starts = range(0, losses.shape[1], CURVE_WINDOW)
     curve = [np.mean(losses[:, i : i + CURVE_WINDOW], axis=1, dtype=np.float64) for i in starts]
-    found = {"validation_loss": validation, "training_loss": np.stack(curve, axis=1)}
+    right = np.where(np.isfinite(validation), top1, np.nan)
+    found = {"validation_loss": validation, "top1": right}
+    found["training_loss"] = np.stack(curve, axis=1)
     return {
         name: np.where(np.isfinite(values), np.asarray(values, object), None).tolist()
         for name, values in found.items()
@@ -401,6 +455,37 @@ def difference(values: Sequence[float], exact: Sequence[float]) -> dict[str, flo
     return {"percent": float(percent.mean()), "error": error}
 
 
+def points(values: Sequence[float], exact: Sequence[float]) -> dict[str, float | None]:
+    """Mean over seeds of the paired difference of shares, in points (hundredths), and its error.
+
+    One seed has no standard error. If a run diverged there is neither.
+    """
+    apart = 100 * (np.asarray(values, np.float64) - np.asarray(exact, np.float64))
+    if not np.all(np.isfinite(apart)):
+        return {"points": None, "error": None}
+    error = float(apart.std(ddof=1) / math.sqrt(apart.size)) if apart.size > 1 else None
+    return {"points": float(apart.mean()), "error": error}
+
+
+def of_reference(
+    values: Sequence[float], reference: Sequence[float]
+) -> dict[str, float | None] | None:
+    """Mean over seeds of the paired ratio in %, and its 95% interval by Student's t.
+
+    Seeds are the sample: a claim "at least 99.9%" is shown if ``low`` is at least 99.9, refuted if
+    ``high`` is below it, and else open. One seed has no interval; `None` if a run diverged.
+    """
+    percent = 100 * np.asarray(values, np.float64) / np.asarray(reference, np.float64)
+    if not np.all(np.isfinite(percent)):
+        return None
+    mean, low, high = float(percent.mean()), None, None
+    if percent.size > 1:
+        error = percent.std(ddof=1) / math.sqrt(percent.size)
+        half = float(student.ppf(0.975, percent.size - 1) * error)
+        low, high = mean - half, mean + half
+    return {"percent": mean, "low": low, "high": high}
+
+
 # --- Rows -----------------------------------------------------------------------------------------
 
 
@@ -414,25 +499,45 @@ def invocation() -> dict[str, str]:
     }
 
 
-def train_row(task: Task, way: Way, seeds: int, exact: Row | None) -> Row:
-    """A row's settings and figures, beside those of the row with the exact mean."""
+def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> Row:
+    """A row's settings and figures, beside those of earlier rows of the task, by method."""
     start, recipe = time.perf_counter(), task.model.recipe
     found = figures(*run_seeds(task, way, seeds))
     seconds = round(time.perf_counter() - start, 3)
     settings = {
         "model": task.name, "init": task.model.config.init, "optimiser": "adamw",
-        "learning_rate": recipe.learning_rate, "workers": N_WORKERS, "steps": recipe.steps,
-        "seeds": seeds, "text": task.digest, "platform": jax.default_backend(),
+        "learning_rate": recipe.learning_rate, "workers": task.workers.count,
+        "global_batch": task.global_batch, "worker_batch": recipe.batch_size,
+        "steps": recipe.steps, "seeds": seeds, "text": task.digest,
+        "platform": jax.default_backend(), "backend": task.workers.backend,
         "method": way.method, "topology": way.topology,
     }  # fmt: skip
-    losses, bits = found["validation_loss"], way.bits_per_coord(task.gradients)
-    apart = difference(losses, (exact or found)["validation_loss"])
-    label = " ".join(settings[name] for name in ("model", "init", "method", "topology"))
-    mean = "diverged" if None in losses else f"{np.mean(losses):.4f} nats"
-    told = f"{apart['percent']} ± {apart['error']} % from exact ({seconds} s)"
-    print(f"{label}: {bits:.2f} bits, {mean}, {told}", flush=True)
-    row = {"settings": settings, "bits_per_coord": bits, "seconds": seconds, **found}
-    return row | {"summary": {"validation": apart}}
+    known = {way.method: found, **earlier}
+    apart = difference(found["validation_loss"], known[EXACT]["validation_loss"])
+    summary = {"validation": apart, "top1": points(found["top1"], known[EXACT]["top1"])}
+    if BF16 in known:
+        summary["top1_of_bf16"] = of_reference(found["top1"], known[BF16]["top1"])
+    row = {"settings": settings, "bits_per_coord": way.bits_per_coord(task.gradients)}
+    row |= {"seconds": seconds, **found, "summary": summary}
+    print(told(row), flush=True)
+    return row
+
+
+def told(row: Row) -> str:
+    """A line about a row: bits, means over seeds, and differences to the exact mean."""
+    settings, summary = row["settings"], row["summary"]
+    names = "model", "init", "workers", "method", "topology"
+    label = " ".join(str(settings[name]) for name in names)
+    if None in row["validation_loss"]:
+        return f"{label}: {row['bits_per_coord']:.2f} bits, diverged ({row['seconds']} s)"
+    apart = [summary["validation"]["percent"], summary["validation"]["error"]]
+    apart += [summary["top1"]["points"], summary["top1"]["error"]]
+    shown = ["–" if value is None else f"{value:.3f}" for value in apart]
+    return (
+        f"{label}: {row['bits_per_coord']:.2f} bits, {np.mean(row['validation_loss']):.4f} nats, "
+        f"{shown[0]} ± {shown[1]} %; top-1 {100 * np.mean(row['top1']):.2f} %, "
+        f"{shown[2]} ± {shown[3]} points ({row['seconds']} s)"
+    )
 
 
 def main(
@@ -442,6 +547,12 @@ def main(
     ] = "bf16-psum,dynamiq:5,dynamiq:4,dynamiq-mse:5,mxfp8",
     topologies: Annotated[str, typer.Option(help="some of direct, ring, butterfly")] = "direct",
     inits: Annotated[str, typer.Option(help=f"some of {', '.join(INITS)}")] = ",".join(INITS),
+    workers: Annotated[int, typer.Option(min=2, help="that one device simulates")] = 8,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(min=1, help="sequences of a step, over all workers (default: by model)"),
+    ] = None,
+    backend: Annotated[Backend, typer.Option(help="of DynamiQ's kernels")] = "jnp",
     seeds: Annotated[int, typer.Option(min=1, help="training runs of every row")] = 4,
     steps: Annotated[int | None, typer.Option(min=2, help="default: the model's")] = None,
     rate: Annotated[
@@ -457,18 +568,26 @@ def main(
     for option, (text, names) in known.items():
         if unknown := [name for name in contenders.parts(text) if name not in names]:
             raise typer.BadParameter(f"{option} {unknown[0]!r}: pass some of {', '.join(names)}")
+    if global_batch and global_batch % workers:
+        raise typer.BadParameter(
+            f"--global-batch {global_batch} does not divide among --workers {workers}: pass a "
+            f"multiple, for example {workers * math.ceil(global_batch / workers)}"
+        )
     named = contenders.parts(methods), contenders.parts(topologies)
+    simulated = Workers(workers, backend)
     runs: list[tuple[Task, list[Way]]] = []
     for name in contenders.parts(models):
         config, recipe, *at_once = MODELS[name]
+        if global_batch:
+            recipe = recipe._replace(batch_size=global_batch // workers)
         corpus = load_corpus(config.vocab_size)
         for init in contenders.parts(inits):
             usual = LEARNING_RATES.get((name, init), recipe.learning_rate)
             peak = usual if rate is None else rate
             own = recipe._replace(steps=steps or recipe.steps, learning_rate=peak)
-            task = Task(name, Model(replace(config, init=init), own, *at_once), corpus)
+            task = Task(name, Model(replace(config, init=init), own, *at_once), corpus, simulated)
             try:
-                ways = make_ways(*named, own)
+                ways = make_ways(*named, own, simulated)
                 for way in ways:
                     way.bits_per_coord(task.gradients)
             except (ValueError, NotImplementedError) as error:
@@ -481,10 +600,10 @@ def main(
     kept["invocations"].append(invocation())
     file.parent.mkdir(parents=True, exist_ok=True)
     for task, ways in runs:
-        exact = None
+        earlier: dict[str, Row] = {}
         for way in ways:
-            row = train_row(task, way, seeds, exact)
-            exact = exact or row
+            row = train_row(task, way, seeds, earlier)
+            earlier[way.method] = row
             kept["rows"].append(row | {"invocation": number})
             file.write_text(json.dumps(kept, indent=1) + "\n")
 
