@@ -7,10 +7,10 @@ through Triton or Mosaic GPU. ``backend`` names one: "jnp", "triton", "mosaic" (
 "triton" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is never
 replaced by another.
 
-Operands that belong together travel together: `Input`, `Source`, `Target`, `Result`. Shapes used
+Operands that belong together are grouped: `Input`, `Source`, `Target`, `Result`. Shapes used
 throughout (S = super-group size, R = `TILE_ROWS`): a gradient has d coordinates, and M = C*m
-super-groups (those past its end read as zeros), which are dealt to C chunks of m super-groups and
-T = m / R tiles each. A call encodes or decodes the c of them that ``chunks: int32[c]`` names, with
+super-groups (those past its end read as zeros), which are dealt to C chunks of m super-groups and T
+= m / R tiles each. A call encodes or decodes the c of them that ``chunks: int32[c]`` names, with
 one payload ``uint32[P]`` each.
 """
 
@@ -73,9 +73,9 @@ def deal(
 ) -> Dealt:
     """Sorts super-groups by energy, deals them to their shard's chunks, and widens their tiles.
 
-    The sort is stable, in the 256 steps of 1/4 octave that `pallas_kernels.energy` tells apart
-    below the largest energy of a shard. Rank q of a shard goes to its chunk q mod c, position
-    q div c. Of an upgrade that no longer fits for all tiles of a level, the first tiles get it.
+    The sort is stable, by 256 steps of 1/4 octave below the largest energy of a shard
+    (`pallas_kernels.energy`). Rank q of a shard goes to its chunk q mod c, position q div c. If an
+    upgrade no longer fits for all tiles of a level, the first tiles get it.
 
     Args:
       energy: finite and at least 0, for every super-group that holds coordinates.
@@ -102,8 +102,8 @@ def compress(
 ) -> UInt[Array, "c P"]:
     """Payloads of the chunks ``chunks`` of ``x - mean``.
 
-    Words of a payload that no record covers are unspecified, and so is the whole payload ``skip``
-    (a position in ``chunks``), if there is one.
+    Words of a payload outside of all records are unspecified. So is the whole payload ``skip`` (a
+    position in ``chunks``), if it is given.
     """
     module, options = _implementation(backend)
     return module.compress(source, chunks, target, skip, fmt=fmt, **options)
@@ -188,8 +188,8 @@ def decompress(
 def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     """Sends the leaves of a tree to all workers by one kernel, which writes to their memory.
 
-    It runs on the stream of all other kernels, so that they wait for it, and do not for copies by
-    engines. Workers are GPUs of one process under `jax.shard_map`.
+    It runs on the stream of all other kernels. So they wait for it, and not for copy engines.
+    Workers are GPUs of one process under `jax.shard_map`.
 
     Args:
       tree: arrays of any dtype but bool: [n, ...] for n workers, or [...] that all of them get.

@@ -27,7 +27,7 @@ class Dealt(NamedTuple):
 class Upgrades(NamedTuple):
     """How tiles are widened within F budgets, by U upgrades each; hashable.
 
-    A budget of fewer upgrades has some more, which no tile gets.
+    A budget with fewer upgrades has additional ones, which no tile gets.
     """
 
     words: tuple[tuple[int, ...], ...]
@@ -43,16 +43,16 @@ class Upgrades(NamedTuple):
 
 
 def padded_count(count: int) -> int:
-    """The power of two to which zeros fill up ``count`` energies for `mean_of`."""
+    """The power of two to which `mean_of` pads ``count`` energies with zeros."""
     return 1 << (count - 1).bit_length()
 
 
 def mean_of(energy: Float[Array, "T k"], count: int) -> Float[Array, " T"]:
-    """The means of ``count`` energies each, which zeros fill up to `padded_count`.
+    """The means of ``count`` energies each, padded with zeros to `padded_count`.
 
-    All backends add in one order, the second half to the first, until one is left. Ahead of that
-    a power of two divides them: no sum overflows, and it makes no difference to the bits whether a
-    compiler joins a multiplication with an addition.
+    All backends add in the same order: the second half to the first half, until one number is left.
+    Before that, all numbers are divided by a power of two. So no sum overflows, and the bits do not
+    depend on whether a compiler fuses a multiplication with an addition.
     """
     padded = padded_count(count)
     energy = energy * np.float32(1 / padded)
@@ -70,7 +70,7 @@ def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
 def steps_below(x: Float[Array, "*k s"], end: Int[Array, "*k 1"]) -> Int[Array, "*k s"]:
     """How many steps of 1/4 octave x >= 0 lies below the end of an octave.
 
-    0 to `ENERGY_LEVELS` - 1: what lies further below is not told apart.
+    The result is from 0 to `ENERGY_LEVELS` - 1; all smaller x have the last step.
     """
     return jnp.clip(end - octave_parts(x), 0, ENERGY_LEVELS - 1)
 

@@ -66,7 +66,7 @@ class Lowering(Protocol):
 
 
 def rows_of(x, super_group_size: int):
-    """x as [rows, S]: free where S divides d, one padded copy otherwise."""
+    """x as [rows, S]: without a copy if S divides d, otherwise one padded copy."""
     pad = -x.shape[0] % super_group_size
     return (jnp.pad(x, (0, pad)) if pad else x).reshape(-1, super_group_size)
 
@@ -77,12 +77,12 @@ def _scalar(value):
 
 
 def _mean(source: Source):
-    """An operand for the means, whether there are any or not."""
+    """An operand for the means; a placeholder if there are none."""
     return jnp.zeros(1, jnp.float32) if source.mean is None else source.mean
 
 
 class _Inputs(NamedTuple):
-    """Static facts of inputs: whether each leaves one payload out; which have equal tiles."""
+    """Static facts of inputs: whether each omits one payload, and which have equal tiles."""
 
     with_skip: tuple[bool, ...]
     alike: tuple[int, ...]
@@ -203,7 +203,7 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
 
 
 class Finish(NamedTuple):
-    """How sums are finished, and where they go."""
+    """How sums are finished, and where they are written."""
 
     mean_sum_ref: Any
     """The sums of means; `None`: they are zero."""
@@ -359,7 +359,7 @@ def decompress(
 
 
 def _finish_call(launch: Launch, operands: tuple, into, lowering: Lowering):
-    """The result of a launch, written into an array if there is one, its last operand then."""
+    """The result of a launch, which is written into the array ``into`` if there is one."""
     if into is not None:
         launch, operands = launch._replace(replaces=len(operands)), (*operands, into)
     return _launched(operands, launch=launch, lowering=lowering)

@@ -58,7 +58,7 @@ class Copy(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """Tiles of every block, some of which may lie beyond the row."""
+        """The number of tiles of every block; some may lie beyond the row."""
         return -(-self.units // (self.parts * AT_ONCE * THREADS))
 
     def first(self, turn, part):
@@ -81,8 +81,8 @@ def _multiprocessors() -> int:
 def resident(fmt: WireFormat) -> int:
     """Blocks of `all_reduce` that a multiprocessor holds at once, with all their registers.
 
-    With three, a thread has up to 168 registers, with two as many as there can be. Large groups and
-    geometric levels need more than 168.
+    With three blocks a thread has up to 168 registers, with two the largest possible number. Large
+    groups and geometric levels need more than 168.
     """
     return 2 if fmt.group_size > 32 or fmt.levels == "geometric" else 3
 
@@ -96,7 +96,7 @@ def _number(axes: dict[str, int]):
 
 
 def peer_of(me, block, axes: dict[str, int]) -> tuple[Any, Any]:
-    """Whom a block of a worker sends to, itself last, and its place on the axes of the mesh."""
+    """The peer of a block, and its place on the mesh; the worker itself is the last peer."""
     peer = lax.rem(me + block + 1, math.prod(axes.values()))
     place, rest = {}, peer
     for name, size in reversed(axes.items()):
@@ -195,9 +195,9 @@ def _copy(plan: Copy, source, from_row, target, to_row) -> None:
 
 
 def _wait(counter, count: int, meeting: int = 0) -> None:
-    """Waits for one meeting's bits of a counter to reach ``count``; a long wait ends in an error.
+    """Waits until one meeting's bits of a counter reach ``count``; a long wait ends in an error.
 
-    Then all threads read what was written before others counted.
+    Then all threads can read what other workers wrote before they counted.
     """
 
     @mosaic._inline((mosaic._REF,))
@@ -217,10 +217,10 @@ def _wait(counter, count: int, meeting: int = 0) -> None:
 
 
 def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
-    """Tells the blocks of this number on all other workers, and waits for them to do so.
+    """Signals the blocks of this number on all other workers, and waits for their signals.
 
-    Every meeting counts in its own bits of the counter: some worker may come to the next one before
-    another has told of this one.
+    Every meeting counts in different bits of the counter: a worker may reach the next meeting
+    before another worker has signalled this one.
     """
 
     @mosaic._inline(())
@@ -346,12 +346,12 @@ class _Facts(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Workers, each of which sums one chunk."""
+        """The number of workers; each sums one chunk."""
         return math.prod(self.axes.values())
 
     @property
     def parts(self) -> int:
-        """The parts of a chunk, which blocks share out among themselves."""
+        """The number of parts of a chunk; blocks divide the parts among themselves."""
         return mosaic.parts_of(self.fmt, self.n_tiles)
 
     @property

@@ -114,7 +114,7 @@ class _Payload(NamedTuple):
         return self._load_scales(offset, self.tile.fmt.groups, bits)
 
     def _load_scales(self, offset, count: int, bits: int):
-        """One load for each field: scales are few."""
+        """Loads each field separately, since there are few scales."""
         # A word has k = 32 // bits fields: field ``at`` is number at % k in word at // k.
         word, field = _divmod(_row_major((TILE_ROWS, count)), 32 // bits)
         words = plgpu.load(self._at(offset + word))
@@ -149,7 +149,7 @@ class _Payload(NamedTuple):
         return (words >> (shifts + _field_shifts(shape, bits))).reshape(tile.shape)
 
     def store_plane(self, offset, fields, bits: int):
-        """One store for each word, which may hold several quads, and those of several groups."""
+        """Stores each word separately; a word may hold several quads, also of several groups."""
         tile = self.tile
         quads, rows, groups, _ = tile.shape
         if QUAD * bits > 32:
@@ -256,7 +256,7 @@ class _Tile:
         return _by_width(width, self.fmt.widths, branch, *operands)
 
     def _coordinates(self, rows):
-        """Indices [quads, R, groups, QUAD], each, of row and column of super-groups ``rows[R]``."""
+        """Row and column indices [quads, R, groups, QUAD] of the coordinates of ``rows[R]``."""
         # Four groups take quads in turn: group g begins at quad g % 4 of its four's coordinates,
         # and each next quad comes four quads later.
         four, group = _divmod(lax.broadcasted_iota(jnp.int32, self.shape, 2), DEALT)
@@ -433,7 +433,7 @@ def _count_kernel(energy_ref, below_ref, end_ref, *, size, per_shard):
 
 
 def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, at_once, levels):
-    """Where super-groups begin: of ``levels`` levels, and of all blocks, ``at_once`` of them."""
+    """Where ``levels`` levels begin in every block; handles ``at_once`` blocks at a time."""
     column, shard = pl.program_id(0), pl.program_id(1)
     blocks = below_ref.shape[1]
     parts = -(-blocks // at_once)

@@ -208,8 +208,8 @@ def test_halves_over_two_levels_move_what_the_route_says(name):
     own, whole = flat_of(part), flat_of(n * part)
     scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
     for run, part_of_all, promised, moves in (
-        (scatter, whole, route.half_wire_bits(part), expected | {"all-reduce"}),
-        (gather, own, route.half_wire_bits(part, method.method), {"all-gather"}),
+        (scatter, whole, route.sharded_wire_bits(part), expected | {"all-reduce"}),
+        (gather, own, route.sharded_wire_bits(part, method.method), {"all-gather"}),
     ):
         moved = moved_bits(*lower(run, part_of_all, sizes, method), n, n_inner=4)
         crossing = moved.pop("crossing")

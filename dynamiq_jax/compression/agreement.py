@@ -1,8 +1,8 @@
-"""Whether all workers were told the same: `Compression.check_agreement` asks before training.
+"""Compares the arguments of all workers: `Compression.check_agreement` does so before training.
 
-Workers whose configuration, version, tree or key differ would wait for ever, or average garbage in
-silence. `compare_first` asks without being called, and knows less. Both talk over JAX's
-coordination service, which knows neither devices nor programs: so they can while processes trace.
+If workers differed in configuration, version, tree or key, they would wait for ever, or average
+garbage silently. Collectives call `compare_first`, which compares less. Both use JAX's coordination
+service. It needs neither devices nor programs, so processes can compare while they trace.
 """
 
 import collections
@@ -40,7 +40,7 @@ _checks: collections.Counter[Any] = collections.Counter()
 
 
 def check(tell: Callable[[], dict[str, str]]) -> None:
-    """Compares what ``tell`` says on all processes, outside of jit; see `check_agreement`."""
+    """Compares the results of ``tell`` on all processes, outside of jit; see `check_agreement`."""
     facts, refusal = versions() | {"arguments": "accepted"}, None
     try:
         facts |= tell()
@@ -60,7 +60,7 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
                 f"check_agreement compared nothing: {found[ABSENT]}; call it on all processes"
             )
         if found and refusal is None:
-            # With arguments that were refused nothing else is known.
+            # If arguments were refused, nothing else is known.
             texts = [found["arguments"]] if "arguments" in found else found.values()
             raise RuntimeError(_COMPLAINT + "; ".join(texts))
     if refusal is not None:
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def described(options: dict[str, Any]) -> dict[str, str]:
-    """Arguments of a collective as text; of a key, a weight and a state whether there is one."""
+    """Arguments of a collective as text; of a key, weight and state only whether it is given."""
     texts = {}
     for name, value in options.items():
         if name == "specs":
@@ -99,7 +99,7 @@ def described(options: dict[str, Any]) -> dict[str, str]:
 def compare_first(
     collective: str, axis: Axis, leaves: list[Leaf], tell: Callable[[], dict[str, str]]
 ) -> None:
-    """Raises unless all processes trace their first ``collective`` alike, by what ``tell`` says.
+    """Raises unless ``tell`` returns the same on all processes for their first ``collective``.
 
     A process waits for others once for each collective at most.
     """
@@ -127,7 +127,7 @@ def compare_first(
 
 
 def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:
-    """Process 0 compares all facts and tells everybody: returns what differs, by name."""
+    """Process 0 compares the facts of all processes; all processes get the differences, by name."""
     me, place, deadline = jax.process_index(), f"dynamiq_jax/{what}", time.monotonic() + patience
     mine = json.dumps({fact: _cut(text) for fact, text in facts.items()})
 
@@ -155,7 +155,7 @@ def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) ->
 
 
 def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
-    """The facts that differ, by name: on which processes, and two of the values."""
+    """The facts that differ, by name: the processes on which they differ, and two of the values."""
     found = {}
     for fact, first in rows[0].items():
         others = [i for i, row in enumerate(rows) if row.get(fact) != first]
@@ -174,7 +174,7 @@ def differences(rows: Sequence[dict[str, str]]) -> dict[str, str]:
 
 
 def _cut(text: str) -> str:
-    """At most `FACT_BYTES`, and a hash of all of it where more was cut off; no addresses."""
+    """The text without addresses; beyond `FACT_BYTES` a hash of all of it replaces the rest."""
     raw = re.sub(r" at 0x[0-9a-f]+", "", text).encode()
     cut = raw[:FACT_BYTES].decode(errors="ignore")
     return cut if len(raw) <= FACT_BYTES else f"{cut}... (hash {zlib.crc32(raw):08x})"

@@ -27,21 +27,21 @@ class Route:
 
     method: Method
     topology: AnyTopology | None
-    """`None`: payloads travel by XLA's own collectives."""
+    """`None`: payloads travel by XLA's collectives."""
     sizes: tuple[int, ...]
-    """Workers on every axis, the outermost first."""
+    """The number of workers on every axis, the outermost first."""
     runner: Method
     """The method that runs: ``method``, or `TwoLevels` around it."""
     limits: Limits
     reason: str = field(compare=False)
-    """Why this topology serves."""
+    """Why this topology was chosen."""
     pushed: tuple[int, int] | None = None
     """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
     they never do."""
 
     @property
     def n_workers(self) -> int:
-        """Workers on all axes."""
+        """The number of workers on all axes."""
         return math.prod(self.sizes)
 
     @property
@@ -59,7 +59,7 @@ class Route:
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
-        """Bits that one worker sends for a bucket, and those of them on the outer axes."""
+        """Bits that one worker sends for a bucket, and how many of them on the outer axes."""
         method, n = self.runner.of_bucket(bucket), self.n_workers
         own = bucket.size, n, self.flat
         return method.wire_bits(*own), method.outer_wire_bits(*own)
@@ -70,14 +70,14 @@ class Route:
         share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
         return self.wire_bits(bucket)[0] / share if share else 0.0
 
-    def half_bits(self, part: int, *, gather: bool = False) -> float:
+    def sharded_bits_per_coord(self, part: int, *, gather: bool = False) -> float:
         """Wire bits per coordinate of a scatter or gather of slices of ``part``; bf16 takes 16."""
         share = (self.n_workers - 1) * part
         gathers = self.method if gather else None
-        return self.half_wire_bits(part, gathers)[0] / share if share else 0.0
+        return self.sharded_wire_bits(part, gathers)[0] / share if share else 0.0
 
-    def half_wire_bits(self, part: int, gathers: Method | None = None) -> tuple[int, int]:
-        """Bits to scatter slices of ``part``, or to gather them; how many are on outer axes."""
+    def sharded_wire_bits(self, part: int, gathers: Method | None = None) -> tuple[int, int]:
+        """Bits to scatter slices of ``part``, or to gather them; and those on the outer axes."""
         n, levels = self.n_workers, self.runner
         if gathers is not None:
             n_outer = n // levels.n_inner if isinstance(levels, TwoLevels) else n
@@ -88,12 +88,12 @@ class Route:
         bits = self.method.sharded_wire_bits(part, n, self.flat)
         return bits, bits
 
-    def halves(self) -> tuple[Method, Topology | None]:
-        """The method that runs half of an all-reduce, perhaps `TwoLevels`, and the topology."""
-        method = with_halves(self.method, "psum_scatter and all_gather")
-        if method.needs_state:
+    def sharded(self) -> tuple[Method, Topology | None]:
+        """The method that scatters and gathers, which may be `TwoLevels`, and the topology."""
+        check_shards(self.method, "psum_scatter and all_gather")
+        if self.method.needs_state:
             raise NotImplementedError(
-                f"method={method!r} keeps a state, and psum_scatter and all_gather keep none; "
+                f"method={self.method!r} keeps a state, and psum_scatter and all_gather keep none; "
                 "pass a method without error feedback"
             )
         return self.runner, self.flat
@@ -104,15 +104,14 @@ class Route:
         return None if isinstance(self.runner, TwoLevels) else cast(Topology | None, self.topology)
 
 
-def with_halves(method: Method, what: str) -> Method:
-    """The method; refuses one that cannot do ``what``."""
+def check_shards(method: Method, what: str) -> None:
+    """Refuses a method that cannot scatter and gather, which ``what`` needs."""
     if not method.shards:
         raise NotImplementedError(
             f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
             "dq.DynamiQ() or dq.comparators.MXFP8(), or reduce with dq.psum over a topology "
             "without them"
         )
-    return method
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +127,7 @@ class TwoLevels(Method):
     n_inner: int
 
     def check(self, n_workers: int, topology: Topology | None) -> None:
-        """Refuses what does not go together, on both axes."""
+        """Refuses a method and topologies that do not fit, on both axes."""
         n_outer = n_workers // self.n_inner
         self.outer.check(n_outer)
         self.method.check(n_outer, self.outer)
@@ -141,7 +140,7 @@ class TwoLevels(Method):
                 "error feedback"
             )
         self.inner.check(self.n_inner)
-        with_halves(self.method, "the scatter and gather that Hierarchical(inner=...) needs")
+        check_shards(self.method, "the scatter and gather that Hierarchical(inner=...) needs")
 
     def of_bucket(self, bucket: Bucket) -> Self:
         """The wrapper with its method for this bucket."""
@@ -163,7 +162,7 @@ class TwoLevels(Method):
         return outer + self._inner_bits(n_outer * size, self.inner), outer
 
     def _inner_bits(self, part: int, topology: Topology | None) -> int:
-        """Bits of one half on the inner axis, of n_inner slices."""
+        """Bits of a scatter or gather of n_inner slices on the inner axis."""
         if self.inner is None:
             itemsize = self.method.native_dtype(jnp.float32).itemsize
             return (self.n_inner - 1) * part * 8 * itemsize

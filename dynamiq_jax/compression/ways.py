@@ -114,8 +114,9 @@ def bytes_per_second(rate: str) -> float:
 def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
     """The three ways for the leaves of a grouping; none if a method does not scatter.
 
-    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced.
-    To all-reduce all gradients a worker sends ``all_reduced`` bytes, in all and on the outer axes.
+    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced. A
+    worker that all-reduces all gradients sends ``all_reduced`` bytes: in all, and on the outer
+    axes.
     """
     if not all(bucket.route.method.shards for bucket in grouping.buckets):
         return ()
@@ -129,12 +130,12 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     left = [leaf for leaf in split if _padding(leaf, n) is None]
     padded_size = sum(_padded_size(bucket, n) for bucket in grouping.buckets)
     scattered, parameters = (
-        np.sum([_half_bytes(bucket, bucket.size, how) for bucket in grouping.buckets], axis=0)
+        np.sum([_sharded_bytes(bucket, bucket.size, how) for bucket in grouping.buckets], axis=0)
         for how in (None, PARAMETERS)
     )
     updates = np.sum(
         [
-            _half_bytes(bucket, _padded_size(bucket, n), how)
+            _sharded_bytes(bucket, _padded_size(bucket, n), how)
             for bucket in grouping.buckets
             for how in (None, DIFFERENCES)
         ],
@@ -171,10 +172,10 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
     return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
 
 
-def _half_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
-    """Bytes to scatter so many coordinates, or to gather them: in all, and on the outer axes."""
+def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
+    """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
     route = bucket.route
-    return np.array(route.half_wire_bits(-(-size // route.n_workers), gathers)) / 8
+    return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 
 def lines(found: Sequence[Way]) -> list[str]:

@@ -1,8 +1,8 @@
 """`all_to_all`: exchanges compressed blocks between workers, such as tokens for experts.
 
-A worker encodes the block of every receiver separately and at one width. Workers need not agree on
-anything before, so one collective sends everything: payloads, and after them one byte for every
-super-group of 256 coordinates that says whether it had a NaN or an infinity.
+A worker encodes the block of every receiver separately, at one width. Workers need no agreement, so
+one collective sends everything: payloads, and after them one byte for every super-group of 256
+coordinates, which says whether it had a NaN or an infinity.
 """
 
 import functools
@@ -176,7 +176,7 @@ _exchange.defvjp(lambda x, seed, *rest: (_exchange(x, seed, *rest), seed), _exch
 
 @functools.partial(jax.jit, static_argnames=("axis", "method"))
 def exchange_rows(x: Array, seed: Seed, *, axis: Axis, method: HopMethod) -> Array:
-    """One function in the program for all buckets of the same size: [n, s] to [n, s]."""
+    """Exchanges [n, s] to [n, s]; buckets of the same size share one function of the program."""
     method.warn(Call(axis, Direct(), seed), "all_gather")
     with jax.named_scope(f"{type(method).__name__.lower()}_all_to_all"):
         if isinstance(method, DynamiQ):
@@ -195,7 +195,7 @@ def _exchange_dynamiq(
     whole = -(-rows // TILE_ROWS) * TILE_ROWS
     pad = rows * group_size - size
     flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
-    # Padding of tiles has the numbers behind all others, where kernels read zeros.
+    # Padding of tiles has the last numbers; kernels read zeros there.
     everyone, place = jnp.arange(n, dtype=jnp.int32), jnp.arange(whole, dtype=jnp.int32)[None]
     spare = n * rows + everyone[:, None] * (whole - rows) + place - rows
     order = jnp.where(place < rows, everyone[:, None] * rows + place, spare)
@@ -224,7 +224,7 @@ def _exchange_dynamiq(
 
 
 def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format with one width: the largest that fits the method's bits for all workers."""
+    """The wire format with one width, the largest that fits the method's bits for all workers."""
     # One worker sends nothing, and gets the format of two.
     found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
     return replace(found.fmt, widths=found.floors, rounding="independent")

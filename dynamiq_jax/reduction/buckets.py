@@ -38,7 +38,7 @@ def weighted(
     weight: Array | float,
     axis: Axis,
 ) -> list[Array]:
-    """Scales leaves that differ between workers so that their plain mean is the weighted one."""
+    """Scales leaves that differ between workers so that their plain mean is the weighted mean."""
     if op != "mean":
         raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
     if jnp.shape(weight) != ():
@@ -55,7 +55,7 @@ def weighted(
 
 
 def share_of(weight: Array | float, axis: Axis) -> Array:
-    """This worker's weight over the mean of all; 0 where all are 0, NaN where one is wrong."""
+    """This worker's weight divided by the mean weight; 0 if all are 0, NaN if one is invalid."""
     weight = axis.to_varying(jnp.asarray(weight, jnp.float32))
     weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
     # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
@@ -130,7 +130,7 @@ def reduce_leaves(
 
 
 class _Way(NamedTuple):
-    """How buckets are reduced: what is static of a `Call`, and the method that gets it."""
+    """How buckets are reduced: the static fields of a `Call`, and the method that gets it."""
 
     axis: Axis
     method: Method
@@ -186,8 +186,8 @@ def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: 
 def with_tangent(exact: Callable, x: Array, total: Array) -> Array:
     """``total``, with the derivative of the linear ``exact(x)``.
 
-    What a compressed collective returns beside its total is a constant. No rule could return the
-    tangents of its integers: under `check_vma` JAX expects float0 that varies.
+    All other results of a compressed collective are constants. A rule could not return the tangents
+    of its integers, for which JAX expects float0 that varies under `check_vma`.
     """
 
     @jax.custom_jvp

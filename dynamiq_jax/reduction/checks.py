@@ -48,10 +48,10 @@ Fixed = dict[int, Literal["constant", "replicated", "native"]]
 
 
 def fixed_leaves(leaves: list[Leaf], values, axis: Axis) -> Fixed:
-    """Leaves whose value JAX knows to be the same on all workers, and those for `jax.lax` alone.
+    """Leaves that JAX knows to be the same on all workers, and leaves that only `jax.lax` may sum.
 
-    The latter vary over some of the axes, are "reduced" or "unreduced", types that only it can pass
-    on, or are traced to be transposed.
+    The latter vary over some of the axes; or they have the types "reduced" or "unreduced", which
+    only `jax.lax` can pass on; or they are traced to be transposed.
     """
     tracked = axis.tracked
     fixed: Fixed = {}
@@ -85,10 +85,10 @@ NOTABLE, LARGE = 4096, 65536
 
 
 def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
-    """Warns of large leaves that are not compressed, where the caller may not expect that.
+    """Warns of large leaves that are not compressed, if the caller may not expect it.
 
-    They are equal on all workers, or padding or limits leave out more than a tenth of what could be
-    compressed. Nothing is said of limits that the caller set (``limited``).
+    They are equal on all workers, or padding or limits exclude more than a tenth of the
+    compressible bytes. Limits that the caller set (``limited``) cause no warning.
     """
     n = axis.size
     equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
@@ -103,7 +103,7 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
     if n == 1:
         return
     wanted = (PADDED,) if limited else (PADDED, "min_bucket")
-    # Where nothing is compressed, small leaves count that are as much as a large one together.
+    # If nothing is compressed, small leaves count if together they are as large as a large one.
     least, nothing = (LARGE, "") if grouping.buckets else (NOTABLE, "; nothing is compressed")
     small = [
         (leaf, reason)

@@ -1,7 +1,7 @@
-"""Differences of parameters that travel at the top of the next step, by `dq.optax.sharded`.
+"""Differences of parameters that travel at the start of the next step (`dq.optax.sharded`).
 
-An update has new masters and leaves the copy where it is. The next step adds the differences of one
-function after the other to the copy, each before the function runs::
+An update changes the masters and keeps the copy. The next step adds the differences to the copy,
+function by function, each before the function runs::
 
     update t       masters m(t+1) from m(t); the copy stays c(t); `Pending` has the key of step t
     step t + 1     c(t+1) = c(t) + decoded(m(t+1) - c(t)) of function 0, then function 0 runs
@@ -9,7 +9,7 @@ function after the other to the copy, each before the function runs::
     update t + 1   takes c(t+1) as the parameters
 
 So all functions run with c(t+1), as if the differences had travelled at the end of update t. The
-state needs no memory for them: they follow from the masters and the copy.
+state does not hold differences: masters and copy determine them.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ _taken: set[AxisName] = set()
 )
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Differences that have not travelled: how, and by which seed, they will.
+    """Differences that have not travelled yet, and the seed and the way in which they will.
 
     Attributes:
       ready: whether masters have moved since the copy was made, bool[].
@@ -50,7 +50,8 @@ class Pending:
     def check_taken(self) -> None:
         """Warns, while an update is traced, if nothing has ever taken differences over this axis.
 
-        A step takes them before its update, so that its trace, or an earlier one, has been here.
+        A step takes the differences before its update. So this trace, or an earlier one, has called
+        `current`.
         """
         if self.total.axis.name not in _taken:
             warn(

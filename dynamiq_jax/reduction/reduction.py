@@ -1,7 +1,7 @@
-"""A sum over workers of leaves that they may shard: data parallelism, FSDP, HSDP and ZeRO-1.
+"""Sums over workers of leaves that may be sharded: data parallelism, FSDP, HSDP and ZeRO-1.
 
-Terms of a leaf that is split over some of the data axes are scattered over these, and what each
-device is left with is all-reduced over the others. The way back gathers its shards.
+If some of the data axes split a leaf, its terms are scattered over these axes, and the results are
+all-reduced over the other axes. `Reduction.gather` gathers the shards.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ GATHERS = 1 << 31
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """A sum, or mean, over workers: of which leaves, over which axes, and how they travel."""
+    """A sum or mean over workers: the leaves, the axes, and how leaves travel."""
 
     axis: Axis
     compression: Compression
@@ -133,8 +133,8 @@ class Reduction:
     def of_shards(self, params: Any, specs: Any, copies: Any = None) -> tuple["Reduction", Any]:
         """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
 
-        Leaves whose ``specs`` name the axis are one worker's shards. Shards of leaves of which all
-        workers have ``copies`` may be those of padded ones.
+        Leaves whose ``specs`` name the axis are one worker's shards. If all workers have ``copies``
+        of the whole leaves, shards may be padded.
         """
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
@@ -165,7 +165,7 @@ class Reduction:
         return total, treedef.unflatten(shapes)
 
     def check_scatter(self, state: State | None, metrics: bool) -> None:
-        """Refuses what sums that are scattered cannot have."""
+        """Refuses a state and metrics, which scattered sums cannot have."""
         if metrics or state is not None:
             raise NotImplementedError(
                 f"parameters are sharded over the data axes {self.axis.names}, and scattering "
@@ -174,7 +174,7 @@ class Reduction:
             )
 
     def some(self, places: Collection[int]) -> "Reduction":
-        """The sum of some leaves, by their numbers."""
+        """A reduction of only some of these leaves, by their numbers."""
         names = ["splits", "others", "padding", *(["opened"] if self.opened is not None else [])]
         kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
         return dataclasses.replace(self, **kept)
@@ -206,7 +206,7 @@ class Reduction:
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
-        # Which leaves travel how: in a bucket, exactly, or (``fixed``) not at all or by JAX alone.
+        # A leaf travels in a bucket or exactly; a ``fixed`` one does not, or only JAX sums it.
         fixed = fixed_leaves(leaves, values, axis)
         told = {"without": fixed if state is None else (), "overlaps": self.overlaps}
         grouping = compression.group(leaves, sizes, **told)
@@ -223,7 +223,7 @@ class Reduction:
         states = check_state(state, expected, grouping)
         if weight is not None:
             values = weighted(values, leaves, fixed, op, weight, axis)
-        # Leaves that are in no bucket and that JAX knows to be equal need no traffic for a mean.
+        # A mean needs no traffic for leaves that are in no bucket and that JAX knows to be equal.
         compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
         for i in fixed.keys() - compressed:
             moves = op == "sum" or fixed[i] == "native"
@@ -274,9 +274,9 @@ class Reduction:
                 if plain or (topology is None and route.topology):
                     some = _scatter_natively(some, route, names, dimension, self.op)
                 else:
-                    half = dataclasses.replace(own, topology=topology)
+                    routed = dataclasses.replace(own, topology=topology)
                     run, of_some = scattering(
-                        Axis(names), some, half, dimension, op=self.op, key=seed
+                        Axis(names), some, routed, dimension, op=self.op, key=seed
                     )
                     some = of_some.unflatten(run())
             if rest:
@@ -290,8 +290,8 @@ class Reduction:
     def gather(self, shards: Any, key: Array | None) -> Any:
         """Gathers every device's shards; all devices get the same bits of whole leaves.
 
-        Leaves that are not split pass, and the zeros of padded ones are cut off. `BF16` and `F32`
-        are native all-gathers in no more bits than the leaf has.
+        Leaves that are not split are returned unchanged, and the zeros of padded ones are removed.
+        `BF16` and `F32` are native all-gathers, in at most as many bits as the leaf has.
         """
         found, treedef = _named(shards)
         words = key_words(key)
@@ -306,8 +306,8 @@ class Reduction:
                     some = _gather_natively(some, route, names, dimension, self.to)
                 else:
                     topology = route.topology and route.topology.over(names, self.axis.names)
-                    half = dataclasses.replace(own, topology=topology)
-                    some = gather_over(axis, some, half, dimension, key=seed, to=self.to)
+                    routed = dataclasses.replace(own, topology=topology)
+                    some = gather_over(axis, some, routed, dimension, key=seed, to=self.to)
             found |= some
         pairs = zip(self.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
@@ -315,7 +315,7 @@ class Reduction:
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
     ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
-        """Leaves that travel together, by name: split alike, of one method; and how these travel.
+        """Leaves with the same split and method, by name; their compression; and their split.
 
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
         device's shards; else it holds whole leaves, and those that travel are padded.
@@ -346,7 +346,7 @@ class Reduction:
 def gathers_of(
     gather: Compression | Method | ByPath | None, compression: Compression
 ) -> Compression:
-    """How shards travel; a bare method, by default 8 bits, joins the limits of the gradients."""
+    """How shards travel. A bare method (default: 8 bits) has the limits of the gradients."""
     if isinstance(gather, Compression):
         return gather
     chosen = PARAMETERS if gather is None else gather
@@ -390,7 +390,7 @@ def _check_shard(
 def _scatter_natively(
     part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, op: Op
 ) -> dict[str, Array]:
-    """Sums over some axes, in the method's dtype; every device gets its slice along a dimension."""
+    """Sums over some axes in the method's dtype; every device gets its slice along a dimension."""
     divisor = lax.axis_size(names) if op == "mean" else 1
 
     def native(x: Array) -> Array:
@@ -406,7 +406,7 @@ def _scatter_natively(
 def _gather_natively(
     part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, to: Varying
 ) -> dict[str, Array]:
-    """Leaves that are whole along a dimension, which some axes split; the wire has 16 bits."""
+    """Gathers leaves along a dimension that some axes split, in 16 bits."""
 
     def exact(x: Array) -> Array:
         return put_together(Axis(names).all_gather(x, to), dimension)

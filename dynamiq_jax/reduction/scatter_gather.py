@@ -109,7 +109,7 @@ def scattering(
     sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.half_bits(-(-bucket.size // n))
+    bits_of = lambda route, bucket: route.sharded_bits_per_coord(-(-bucket.size // n))
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
     cut = Cut(dimension, tiled, n)
     for leaf in leaves:
@@ -139,7 +139,7 @@ def _scatter_leaves(
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
         parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
-        method, topology = bucket.route.halves()
+        method, topology = bucket.route.sharded()
         run = axis.program(_scatter_bucket)
         way = {"axis": axis, "method": method, "topology": topology}
         x = joined(parts)
@@ -156,7 +156,7 @@ def _scatter_leaves(
 
 
 def divide(total: Array, divisor: int, dtype: Any) -> Array:
-    """The sum over the divisor, as ``dtype``; numbers of less than 32 bits are divided in f32."""
+    """The sum divided by the divisor, as ``dtype``; narrow numbers are divided in f32."""
     if divisor > 1:
         narrow = jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4
         total = (total.astype(jnp.float32) if narrow else total) / divisor
@@ -220,7 +220,7 @@ class Cut(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _rows(x: Array, shape: tuple[int, ...], at: int, own: Leaf) -> Array:
-    """Slices along one axis as rows; equal leaves, which have no names here, share the function."""
+    """Slices along one axis as rows. Equal leaves share this function, since it has no names."""
     return to_flat(jnp.moveaxis(x.reshape(shape), at, 0), own)
 
 
@@ -329,7 +329,7 @@ def _grouped_shards(
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
-    bits_of = lambda route, bucket: route.half_bits(bucket.size, gather=True)
+    bits_of = lambda route, bucket: route.sharded_bits_per_coord(bucket.size, gather=True)
     shards = math.prod(sizes)
     grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=shards)
     check_whole(grouping, axis)
@@ -353,7 +353,7 @@ def _gather_leaves(
         values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        run, (method, _) = axis.program(_gather_bucket), bucket.route.halves()
+        run, (method, _) = axis.program(_gather_bucket), bucket.route.sharded()
         x = concatenate(bucket, dict(enumerate(values)))
         if cut.n_workers == 1:
             gathered = exact(x)
@@ -427,7 +427,7 @@ def pack(
     words, n, payloads = key_words(key), axis.size, []
     seeds = grouping.seeds(words)
     for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.halves()
+        x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.sharded()
         # One worker's gather encodes nothing.
         call = Call(axis, None, seed)
         payloads.append(x if n == 1 else method.pack(lax.stop_gradient(x), call))
@@ -437,7 +437,7 @@ def pack(
 
 
 def _check_packed(packed: Packed, axis: Axis, told: list[str]) -> None:
-    """Refuses packed shards of other workers, and what they have already."""
+    """Refuses packed shards of other workers, and arguments that the shards already determine."""
     if axis != packed.axis:
         raise ValueError(
             f"axis_name={axis.name!r}, and the shards were packed over {packed.axis.name!r}; "
@@ -478,7 +478,7 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
         if cut.n_workers == 1:
             gathered = axis.all_gather(payload, to=to)
         else:
-            run, (method, _) = axis.program(_unpack_bucket), bucket.route.halves()
+            run, (method, _) = axis.program(_unpack_bucket), bucket.route.sharded()
             sizes = {"size": bucket.size, "dtype": bucket.dtype}
             gathered = run(payload, seed, axis=axis, method=method, to=to, **sizes)
         _take_apart(gathered, bucket, values, back)
@@ -519,7 +519,7 @@ def group_parts(
     *,
     fixed: Fixed,
     shards: int = 1,
-    check: Callable[[Route], object] = Route.halves,
+    check: Callable[[Route], object] = Route.sharded,
 ) -> Grouping:
     """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
 
@@ -546,7 +546,7 @@ def group_parts(
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
-    """Refuses an axis that a leaf does not have; its result has ``more`` axes."""
+    """Refuses an axis that a leaf does not have; the result has ``more`` axes than the leaf."""
     count = len(leaf.shape) + more
     if not -count <= axis < count:
         raise ValueError(

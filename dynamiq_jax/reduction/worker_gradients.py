@@ -1,7 +1,8 @@
-"""Gradients of single workers on meshes of Auto axes, before anybody has summed them.
+"""Gradients of single workers on meshes of Auto axes, before they are summed.
 
-JAX has a type for such values on Explicit axes alone ("unreduced"). On Auto axes the terms are one
-array with a leading axis of workers, which is sharded over the data axes: a device holds its own.
+JAX has a type for such values only on Explicit axes ("unreduced"). On Auto axes the terms are one
+array with a leading axis of workers, which is sharded over the data axes: a device holds the terms
+of its worker.
 """
 
 import dataclasses
@@ -83,7 +84,7 @@ def _reduced(
     key: Array | None,
     state: Any,
 ) -> Reduced:
-    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes in programs alone."""
+    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs."""
     axis = total.axis
     over = P(axis.name)
     others = axes_above_one(

@@ -1,8 +1,9 @@
 """Cuts a function at its collectives, so that a caller can put other work between them.
 
-A *round* is all collectives of a function that wait for equally many others: a compressed
-all-reduce over `Direct` has three, for the statistics, the payloads of all gradients and those of
-the sums. The function is traced once; then its equations run round by round::
+A *round* consists of the collectives of a function that wait for the same number of earlier
+collectives. A compressed all-reduce over `Direct` has three rounds: for the statistics, the
+payloads of all gradients and the payloads of the sums. The function is traced once; then its
+equations run round by round::
 
     traced = cut(*jax.make_jaxpr(function, return_shape=True)(*args))
     progress = Progress.start(traced, *args)
@@ -11,8 +12,8 @@ the sums. The function is traced once; then its equations run round by round::
         progress.exchange()     # the collectives of the next round
     progress.result
 
-Between two of these calls ``progress.ready`` are the arrays that the next one takes, which a caller
-may pass through a barrier, together with arrays of its own.
+Between two of these calls ``progress.ready`` has the arrays that the next call takes. A caller may
+pass them through a barrier, together with other arrays.
 """
 
 import itertools
@@ -53,7 +54,7 @@ Slot = int
 
 
 class Operation(NamedTuple):
-    """An equation, and which values it takes and makes."""
+    """An equation, and the slots of its operands and results."""
 
     equation: JaxprEqn
     takes: tuple[Slot | Literal, ...]
@@ -65,7 +66,7 @@ class Operation(NamedTuple):
 
 
 class Computation(NamedTuple):
-    """One function of all that is computed between two rounds; calls that look alike share it."""
+    """A function that computes everything between two rounds; equal calls share it."""
 
     takes: tuple[Slot, ...]
     run: Callable[[dict[Slot, Any]], dict[Slot, Array]]
@@ -102,7 +103,7 @@ class Traced(NamedTuple):
 
 
 def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
-    """Runs operations one by one, and adds what they make to the values."""
+    """Runs operations one by one, and adds their results to the values."""
 
     def read(atom: Slot | Literal) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -118,11 +119,11 @@ def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
 
 
 def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Traced:
-    """Cuts a program at its collectives; `jax.make_jaxpr` gives it, and its result's shapes.
+    """Cuts a program of `jax.make_jaxpr`, with the shapes of its result, at its collectives.
 
-    The last ``n_words`` arguments are words of a key. What follows from them alone is kept apart,
-    so that a caller can compute it for several calls at once. All-reduces of at most ``small``
-    bytes are late if no other collective waits for them.
+    The last ``n_words`` arguments are words of a key. Values that depend only on them are kept
+    apart, so that a caller can compute them for several calls at once. All-reduces of at most
+    ``small`` bytes are late if no other collective waits for them.
     """
     numbers = itertools.count()
     takes = tuple(itertools.islice(numbers, len(closed.in_avals)))
@@ -183,10 +184,10 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
 def _of_words(
     operations: Iterable[Operation], words: Iterable[Slot], constants: Mapping[Slot, Any]
 ) -> tuple[tuple[Operation, ...], set[Slot]]:
-    """Small operations that compute seeds, and the slots of all that depends on the words.
+    """Small operations that compute seeds, and the slots of all values that depend on the words.
 
-    The operations are those that depend on the words and on constants alone, and those without
-    arguments that they need.
+    These operations depend only on the words and on constants. They include operations without
+    arguments, if others need these.
     """
     seeds, found = set(words), {}
     if not seeds:
@@ -198,7 +199,7 @@ def _of_words(
             continue
         if not all(slot in seeds or slot in free for slot in takes):
             continue
-        # Operations without arguments that this one needs: they are made for the seeds, too.
+        # Operations without arguments that this one needs: the seeds' computation also runs them.
         needs = {}
         for slot in takes:
             needs |= free.get(slot, {})
@@ -218,11 +219,11 @@ def seeds_of(traced: Traced, words: Array) -> dict[Slot, Array]:
 
 
 def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Operation]) -> int:
-    """The round with the most bytes, or the first of those that pass these on unchanged."""
+    """The round with the most bytes; of several rounds that pass them on unchanged, the first."""
     source = {slot: op for op in computed if not op.moves for slot in op.makes}
 
     def unchanged(slot: Slot) -> Slot:
-        """The slot that this one is a view of."""
+        """The slot whose values this slot's values are."""
         while slot in source and source[slot].equation.primitive.name in VIEWS:
             (slot,) = slots(source[slot].takes)
         return slot
@@ -238,7 +239,7 @@ def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Ope
 
 
 def _bytes(equation: JaxprEqn) -> int:
-    """The bytes that a worker gives a collective."""
+    """The bytes that a worker passes to a collective."""
     shapes = [atom.aval for atom in equation.invars]
     return sum(x.size * x.dtype.itemsize for x in shapes)  # type: ignore[attr-defined]
 
@@ -246,7 +247,7 @@ def _bytes(equation: JaxprEqn) -> int:
 def _computation(
     operations: Sequence[Operation], sources: Iterable[Slot], number: int
 ) -> Computation:
-    """All that is computed ahead of a round."""
+    """The computation before a round."""
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
     others = (op.takes for op in operations if (op.round, op.moves) != (number, False))
     made = {slot for op in own for slot in op.makes}
@@ -288,7 +289,7 @@ def _without_late(
 def _without_views(
     operations: Sequence[Operation], results: Iterable[Slot | Literal]
 ) -> tuple[tuple[Operation, ...], tuple[Operation, ...]]:
-    """The operations but for views that no other one takes, and of these what the results want."""
+    """The operations without views that no operation takes, and the views that the results need."""
     needed: set[Slot] = set()
     wanted = set(slots(results))
     computed, views = [], []
@@ -303,7 +304,7 @@ def _without_views(
 
 
 class Progress:
-    """A traced function on its way from round to round."""
+    """The state of a traced function between two rounds."""
 
     def __init__(self, traced: Traced, values: dict[Slot, Any], waits: list[Slot], round: int = 0):
         self._traced, self._values, self._waits, self._round = traced, values, waits, round
@@ -327,7 +328,7 @@ class Progress:
 
     @ready.setter
     def ready(self, values: Sequence[Array]) -> None:
-        """Puts other arrays in the place of these."""
+        """Replaces these arrays."""
         self._values.update(zip(self._waits, values, strict=True))
 
     @property
@@ -342,21 +343,21 @@ class Progress:
 
     @property
     def rounds_left(self) -> int:
-        """How many more calls of `exchange` there are."""
+        """The number of remaining calls of `exchange`."""
         return len(self._traced.rounds) - self._round
 
     @property
     def light_left(self) -> int:
-        """How many of them come before the one with the payload."""
+        """The number of remaining calls of `exchange` before the one with the payload."""
         return max(0, self._traced.payload - self._round)
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
-        """An equal call, whose `payload` this is: its last kernels have not run."""
+        """An equal call with this `payload`; its last kernels have not run."""
         values = {**self._traced.constants, **payload}
         return Progress(self._traced, values, [*payload], len(self._traced.rounds))
 
     def compute(self) -> None:
-        """Runs all that needs no collective but those that have run."""
+        """Runs all operations that need only collectives that have run."""
         traced, computation = self._traced, self._traced.computations[self._round]
         self.done = not self.rounds_left
         if self.done:
@@ -372,7 +373,7 @@ class Progress:
             self._waits = list(dict.fromkeys(sent))
 
     def prepare(self) -> None:
-        """Runs all that comes before the round with the payload."""
+        """Runs everything before the round with the payload."""
         if not self.computed:
             self.compute()
         while self.light_left:
@@ -396,7 +397,7 @@ def _moves(equation: JaxprEqn) -> bool:
 
 
 def _called(equation: JaxprEqn) -> Any:
-    """The jaxpr that runs in place of a call; `None` for all else, with a warning if unknown."""
+    """The jaxpr that a call runs; `None` for other equations, with a warning if one is unknown."""
     name = equation.primitive.name
     if name in CALLS:
         return inner_jaxprs(equation)[0]

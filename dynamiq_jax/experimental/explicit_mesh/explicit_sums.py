@@ -1,7 +1,7 @@
-"""Reductions outside of maps: of values that JAX's types call unreduced over Explicit axes.
+"""Reductions outside of maps, of values that are typed as unreduced over Explicit axes.
 
-An unreduced array is a sum that nobody has done yet: every device along the axis holds a term of
-it. JAX types gradients so where parameters are typed as reduced, see `explicit_axes`.
+An unreduced array is a sum that has not been computed yet: every device along the axis holds a term
+of it. If a parameter is typed as reduced, JAX types its gradient as unreduced, see `explicit_axes`.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ def reduce_outside(
     metrics: bool = False,
     weight: Array | float | None = None,
 ) -> Reduced:
-    """`reduce` outside of maps; warns where there is nothing to sum."""
+    """`reduce` outside of maps; warns if there is nothing to sum."""
     name = total.axis.name
     if total.op != "sum" or weight is not None:
         raise ValueError(
@@ -74,8 +74,8 @@ def reduce_unreduced(
 ) -> Reduced:
     """Sums leaves that are unreduced over the axis, under a map over the whole mesh.
 
-    JAX has summed other leaves. All are sharded as ``total.specs`` say, by default as their terms;
-    what the workers split is scattered over them. A state is stacked.
+    JAX has summed the other leaves. Results are sharded as ``total.specs`` say, by default like
+    their terms; leaves that the workers split are scattered over them. A state is stacked.
     """
     axis, mesh = total.axis, mesh_of(tree)
     leaves, treedef = jax.tree.flatten(tree)
@@ -116,8 +116,8 @@ def _with_exact_tangent(
 ) -> Callable[..., Any]:
     """``run(terms, ...)`` mapped over the mesh, where its sums come first in the results.
 
-    The derivative is that of the exact sum: JAX transposes a map of unreduced arrays to n times too
-    much.
+    The derivative is that of the exact sum: JAX's transpose of a map of unreduced arrays is n times
+    too large.
     """
     mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     alone = jax.custom_batching.custom_vmap(mapped)
@@ -152,7 +152,7 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
 
 
 def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
-    """The leaves that the method compresses, of leaves that are whole over the workers."""
+    """The leaves that the method compresses, if every worker holds whole leaves."""
     axes = total.axis.names
     others = [name for name in mesh.axis_names if name not in axes]
     specs = jax.tree.structure(tree).unflatten(restrict_spec(spec, others) for spec in placed)
@@ -174,7 +174,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
 
 
 def scattered_spec(spec: P, axis: Axis) -> P:
-    """The spec after data axes have split what each device had: they come last."""
+    """The spec after data axes have split each device's part: data axes come last."""
     entries = (sorted(names_of(entry), key=axis.names.__contains__) for entry in spec)
     return P(*(tuple(entry) or None for entry in entries))
 

@@ -1,18 +1,18 @@
-"""Losses on Explicit meshes, use by use: what JAX has no rule for reads a plain copy.
+"""Losses on Explicit meshes, use by use: a use for which JAX has no rule reads a plain copy.
 
 A large parameter is typed as reduced, so that JAX leaves its gradient unreduced. JAX has rules for
-some uses of such a value, as in matrix products, and none for others, as in products with examples
-coordinate by coordinate. `per_use` runs the jaxpr of a loss that was traced with plain parameters,
-with two twins of each parameter:
+some uses of such a value, such as matrix products, and none for others, such as elementwise
+products with examples. `per_use` runs the jaxpr of a loss that was traced with plain parameters. It
+runs with two twins of each parameter:
 
 * the *typed* twin goes through operations on parameters alone (`derived`). It meets examples in
   equations of `RULES` if JAX has a rule for these very types, and in loops, branches and
   checkpoints;
 * the *plain* twin serves all other equations. JAX sums its gradient, exactly.
 
-Each equation that needs a plain operand computes it from plain twins, along the same equations. So
-the gradient of a parameter is the sum of its twins' gradients, and only the uses without a rule
-travel uncompressed. A use that sees no examples, as a penalty, needs no traffic at all.
+An equation that needs a plain operand computes it from plain twins, by the same equations. So the
+gradient of a parameter is the sum of its twins' gradients, and only gradients of uses without a
+rule travel uncompressed. A use without examples, such as a penalty, needs no traffic.
 """
 
 import contextlib
@@ -49,17 +49,17 @@ RULES = frozenset(
     "broadcast_in_dim convert_element_type copy dot_general dynamic_slice expand_dims gather "
     "reshape slice squeeze transpose".split()
 )
-"""Primitives that JAX may take typed values in, forwards and backwards."""
+"""Primitives for which JAX may have rules for typed values, forwards and backwards."""
 
 INLINED = frozenset("jit pjit closed_call core_call".split())
-"""Primitives that run the program in their parameters once, and mean nothing else."""
+"""Primitives that only run the program in their parameters, once."""
 
 SMALL = 4096
-"""Coordinates of a gradient that JAX may sum without a word."""
+"""The size of a gradient up to which JAX may sum it without a warning."""
 
 
 class Value:
-    """A value of the program, or the twins of one that follows from parameters alone.
+    """A value of the program, or the twins of a value that depends only on parameters.
 
     Args:
       plain: makes the value without a type, when that is wanted.
@@ -82,18 +82,18 @@ class Value:
 
     @functools.cached_property
     def typed(self) -> Array | None:
-        """The value typed as reduced, if it has such a twin."""
+        """The value typed as reduced, or `None` if it has no such twin."""
         return None if self._typed is None else self._typed()
 
     @property
     def broken(self) -> str:
-        """The primitive for which it has no typed twin; "" if it has one, or needs none."""
+        """The primitive because of which it has no typed twin; "" if it has one, or needs none."""
         return self._broken() if self.typed is None else ""
 
 
 @dataclasses.dataclass
 class Uses:
-    """The findings of a run: plain twins that were needed, and gradients that JAX sums."""
+    """The results of a run: which twins were needed, and which gradients JAX sums."""
 
     axes: frozenset[str]
     """The data axes of more than one device."""
@@ -108,12 +108,12 @@ class Uses:
 
 
 def value_of(x: Any, data: bool = True) -> Value:
-    """A value that is no parameter."""
+    """A value that does not depend on parameters."""
     return Value(lambda: x, data=data)
 
 
 def parameter(typed: Array | None, plain: Array, number: int, uses: Uses) -> Value:
-    """The twins of a parameter; ``uses`` learns when the plain one is wanted."""
+    """The twins of a parameter; ``uses`` records whether the plain one is needed."""
 
     def wanted() -> Array:
         uses.wanted.add(number)
@@ -148,7 +148,7 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
 
 
 def _gathered(gather: Gather, operands: list[Value], uses: Uses) -> list[Value]:
-    """The twins of gathered leaves: the same values, whose gradients go two ways."""
+    """The twins of gathered leaves: equal values whose gradients travel in two ways."""
     count = len(gather.chosen)
     shards = [x.plain() for x in operands[:count]]
     words = operands[count].plain() if len(operands) > count else None
@@ -175,7 +175,7 @@ def _has_gathers(equation: JaxprEqn) -> bool:
 
 
 def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Value]:
-    """The results of an equation that sees examples."""
+    """The results of an equation whose operands depend on examples."""
     name, made = name_of(equation), None
     leaves = frozenset().union(*(x.leaves for x in operands))
     gathers = _has_gathers(equation)
@@ -198,7 +198,7 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
 
 
 def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[Any] | None:
-    """The results for typed operands; `None` where JAX does not take them."""
+    """The results for typed operands; `None` if JAX refuses these."""
     name = name_of(equation)
     before = {*uses.wanted}, {*uses.typed}, dict(uses.native), {*uses.gathered}
     try:
@@ -240,7 +240,7 @@ def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
 
 
 def _of_parameters(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """The twins of the results of an equation that sees no examples."""
+    """The twins of the results of an equation whose operands depend only on parameters."""
     leaves = frozenset().union(*(x.leaves for x in operands))
     name = name_of(equation)
 
@@ -276,7 +276,7 @@ def _fixed(first: Any, second: Any) -> Any:
 
 
 def _derived(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any]:
-    """The results of an equation on parameters alone, typed; each is `None` if there is no rule."""
+    """The typed results of an equation on parameters; a result without a rule is `None`."""
     none = [None] * len(equation.outvars)
     pairs = list(zip(operands, equation.invars, strict=True))
     large = [x for x, v in pairs if v.aval.size >= SMALL]  # type: ignore[attr-defined]
@@ -322,7 +322,7 @@ def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
 
 
 class _NotPassedError(Exception):
-    """An inner program wants a plain twin of an operand that it does not have."""
+    """An inner program needs a plain twin of an operand, which was not passed to it."""
 
     def __init__(self, inner: "_Inner", number: int):
         super().__init__(number)
@@ -331,7 +331,7 @@ class _NotPassedError(Exception):
 
 @dataclasses.dataclass(eq=False)
 class _Inner:
-    """The inputs of an inner program: which twins of which operands, in this order."""
+    """The inputs of an inner program: the twins of its operands, in this order."""
 
     operands: Sequence[Value]
     wanted: frozenset[int]
@@ -384,7 +384,7 @@ class _Inner:
 def _run_inner(
     operands: Sequence[Value], uses: Uses, run: Callable[[_Inner], list[Any]]
 ) -> list[Any]:
-    """Runs an inner program; traces it again with one more plain twin when it wants one."""
+    """Runs an inner program; traces it again with one more plain twin if it needs one."""
     wanted: set[int] = set()
     unused: frozenset[int] = frozenset()
     while True:
