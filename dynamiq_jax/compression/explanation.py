@@ -53,8 +53,8 @@ class Explanation:
       ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
         nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
       fastest: the way that takes the least time on the wire, in words; `None` without a rate.
-      kernels: the backend of the kernels that run on JAX's default platform, "triton" for example;
-        "xla" for methods whose kernels XLA makes; several are joined by "; ".
+      kernels: the backend of the kernels that encode and decode on JAX's default platform, such as
+        "triton"; "xla" for methods that have none. Several are joined by "; ".
       kernels_reason: why `backend=None` runs no Triton kernels on the NVIDIA GPUs here, else
         `None`.
       padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.

@@ -138,7 +138,7 @@ class Method(Options, ABC):
 
     @property
     def kernels(self) -> Choice | None:
-        """The backend whose kernels run; `None`: XLA makes all of the method's kernels."""
+        """The backend whose kernels encode and decode; `None`: the method has no such kernels."""
         return None
 
     @property
