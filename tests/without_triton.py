@@ -1,10 +1,11 @@
 """Programs for an interpreter whose JAX has lost Pallas' Triton lowering, and trainings by it.
 
-    python without_triton.py train
+    python without_triton.py train [BACKEND]
     python without_triton.py lower
 
-Both print JSON: losses of ten steps with the default backend on the devices here, and the kernels
-of programs lowered for a Hopper GPU that this process pretends to have.
+Both print JSON: the backend and the losses of ten steps on the devices here, and the kernels of
+programs that are lowered for a Hopper GPU, which this process pretends to have. JAX keeps
+Triton if a backend is named.
 """
 
 import json
@@ -157,10 +158,20 @@ def lowered() -> dict[str, Any]:
     return found
 
 
-if __name__ == "__main__":
-    warnings.simplefilter("error")
-    sys.meta_path.insert(0, Lost())
-    task = sys.argv[1]
-    found = trained(None, min(jax.device_count(), N)) if task == "train" else lowered()
+def main(task: str, named: pk.Backend | None = None) -> None:
+    """Prints what the module says."""
+    if named is None:
+        sys.meta_path.insert(0, Lost())
+    if task == "train":
+        trained_by = pk.resolve_backend(named)
+        found = {"kernels": trained_by, **trained(named, min(jax.device_count(), N))}
+    else:
+        found = lowered()
     print(json.dumps(found))
-    assert not [name for name in sys.modules if name.startswith((*LOST, "pallas_kernels.triton"))]
+    loaded = [name for name in sys.modules if name.startswith((*LOST, "pallas_kernels.triton"))]
+    assert named or not loaded, loaded
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("error", UserWarning)
+    main(*sys.argv[1:])
