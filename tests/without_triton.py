@@ -158,7 +158,7 @@ def lowered() -> dict[str, Any]:
     return found
 
 
-def main(task: str, named: pk.Backend | None = None) -> None:
+def main(task: str, named: Any = None) -> None:
     """Prints what the module says."""
     if named is None:
         sys.meta_path.insert(0, Lost())
