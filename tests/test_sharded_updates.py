@@ -22,8 +22,10 @@ from workers import auto_mesh, mesh_of, once, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.fingerprint import fingerprint
 from dynamiq_jax.methods.metrics import vnmse
+from dynamiq_jax.reduction import reduction
 
 sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded` is the function
 
@@ -493,6 +495,57 @@ def test_copies_are_compared_in_every_step_without_a_hang():
         found, state = step(found, state, batch)
     jax.effects_barrier()
     assert int(state.step) == 4
+
+
+BF16 = dq.Compression(dq.BF16(), min_leaf_size=256, min_bucket_size=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_copies_of_the_wires_dtype_are_the_rounded_masters(scale):
+    params, batches = problem(jnp.bfloat16)
+    params = jax.tree.map(lambda x: x * jnp.bfloat16(scale), params)
+    state, step = start(make("adamw", BF16, BF16), params)
+    mesh = auto_mesh()
+    params, state = put(params, mesh, P()), state
+    for batch in batches[:5]:
+        params, state = step(params, state, put(batch, mesh, P("data")))
+        rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.unpadded())
+        assert_same_bits(params, rounded)
+        # No coordinate was taken for one that the user changed: all masters have more bits.
+        assert all(
+            (x.astype(jnp.float32) != m).any()
+            for x, m in zip(*map(jax.tree.leaves, (params, state.unpadded())), strict=True)
+        )
+
+
+def test_masters_follow_changed_parameters_where_copies_are_rounded_masters():
+    params, batches = problem(jnp.bfloat16)
+    state, step = start(make("sgd", BF16, BF16), params)
+    mesh = auto_mesh()
+    params = put(params, mesh, P())
+    for batch in batches[:2]:
+        params, state = step(params, state, put(batch, mesh, P("data")))
+    changed = params | {"in": params["in"] + jnp.bfloat16(0.5)}
+    frozen = make(optax.sgd(0.0), BF16, BF16)
+    _, state = start(frozen, params)[1](changed, state, put(batches[2], mesh, P("data")))
+    assert_same_bits(state.unpadded()["in"], changed["in"].astype(jnp.float32))
+    assert (state.unpadded()["out"] != params["out"].astype(jnp.float32)).any()
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_the_defaults_over_fast_links_are_bf16(fast, monkeypatch):
+    monkeypatch.setattr(reduction, "fast_links", lambda: fast)
+    params, batches = problem()
+    limits = dq.Compression(min_leaf_size=256, min_bucket_size=1)
+    bits = {
+        "default": make("sgd", limits, None),
+        "bf16": make("sgd", BF16, dq.BF16()),
+        "5 + 2.5": make("sgd", dataclasses.replace(limits, method=dq.DynamiQ()), DIFFERENCES),
+    }
+    found = {name: train(one, params, batches[:2])[0] for name, one in bits.items()}
+    same, other = ("bf16", "5 + 2.5") if fast else ("5 + 2.5", "bf16")
+    assert_same_bits(found["default"], found[same])
+    assert not np.array_equal(found["default"]["in"], found[other]["in"])
 
 
 def test_the_limits_of_the_gradients_are_those_of_the_differences():
