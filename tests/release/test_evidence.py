@@ -181,9 +181,9 @@ def test_a_classifier_learns_and_rows_are_paired():
     recipe = classifier.Recipe(100, 4, 4e-3, 0)
     exact, psum = classifier.make_ways(["bf16-psum"], ["direct"], recipe)
     with jax.numpy_rank_promotion("allow"):
-        first = classifier.row(data, exact, recipe, 2, None)
-        again = classifier.row(data, exact, recipe, 2, first)
-        narrow = classifier.row(data, psum, recipe, 2, first)
+        first = classifier.row(data, exact, recipe, 2, {})
+        again = classifier.row(data, exact, recipe, 2, {"exact": first})
+        narrow = classifier.row(data, psum, recipe, 2, {"exact": first})
     assert again["losses"] == first["losses"] and first["losses"][0] != first["losses"][1]
     assert again["summary"]["difference"] == {"mean": 0, "error": 0}
     assert min(first["accuracy"]) > 90 and narrow["losses"] != first["losses"]
