@@ -37,7 +37,7 @@ from training import (
 Tree = Any
 Rows = Mapping[str, Any]
 
-N_WORKERS = EIGHT.count
+N_WORKERS = EIGHT.number
 CLASSES, SIDE, PATCH = 10, 8, 2
 WIDTH, HEADS, BLOCKS = 64, 4, 2
 HELD_OUT = 5
@@ -134,11 +134,11 @@ def make_trainer(data: Digits, way: Way, recipe: Recipe) -> Callable[[Array], tu
     return jax.jit(train)
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: list[float]) -> dict[str, float | None]:
     """Mean and its standard error."""
     return {
         "mean": float(np.mean(values)),
-        "error": np.std(values, ddof=1) / math.sqrt(len(values)),
+        "error": float(np.std(values, ddof=1)) / math.sqrt(len(values)),
     }
 
 

@@ -77,7 +77,7 @@ class Texts(NamedTuple):
         """A hash of all tokens, since other versions of packages have other files."""
         value = 0
         for own in (*self.train, *self.held):
-            value = zlib.crc32(own, value)
+            value = zlib.crc32(own.tobytes(), value)
         return f"{value:08x}"
 
     def batches(self, seed: int, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -143,7 +143,8 @@ def read() -> tuple[dict[str, str], ...]:
     """The texts of all `KINDS` by the names of their files."""
     python = {name: separated(text) for name, text in files(".py").items()}
     code, docstrings = ({name: own[i] for name, own in python.items()} for i in range(2))
-    readmes = {own.name: own.metadata.get_payload() or "" for own in distributions()}
+    told = {own.name: own.read_text("METADATA") or "" for own in distributions()}
+    readmes = {name: text.partition("\n\n")[2] for name, text in told.items()}
     readmes.pop("dynamiq_jax", None)  # changes with every commit
     return code, docstrings, files(".pyi"), readmes
 
@@ -175,7 +176,7 @@ def load(vocab_size: int) -> Texts:
 
 def pretrain(config: Config, recipe: Recipe, corpus: Corpus, seed: int) -> Tree:
     """Parameters after next-token training by exact gradients; the batch is that of all workers."""
-    told = {"rows": EIGHT.count * recipe.batch_size, "length": config.seq_len + 1, "seed": seed}
+    told = {"rows": EIGHT.number * recipe.batch_size, "length": config.seq_len + 1, "seed": seed}
     tokens = np.stack([train_batch(corpus, step, **told) for step in range(recipe.steps)])
     return _pretrain(config, recipe, np.int32(seed), tokens)
 
@@ -287,7 +288,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--methods, --topology") from error
     corpus, texts = load_corpus(config.vocab_size), load(config.vocab_size)
-    shape, held = (steps, EIGHT.count, batch), texts.held_out()
+    shape, held = (steps, EIGHT.number, batch), texts.held_out()
     starts = [
         Start(pretrain(config, first, corpus, seed), texts.batches(seed, shape))
         for seed in range(seeds)
@@ -295,8 +296,8 @@ def main(
     kept = json.loads(file.read_text()) if file.exists() else {"runs": []}
     settings = {
         "model": model, "parameters": sum(x.size for x in jax.tree.leaves(starts[0].params)),
-        "pretraining": first.steps, "steps": steps, "seeds": seeds, "workers": EIGHT.count,
-        "batch": EIGHT.count * batch, "learning_rate": rate, "held_out": len(held[1]),
+        "pretraining": first.steps, "steps": steps, "seeds": seeds, "workers": EIGHT.number,
+        "batch": EIGHT.number * batch, "learning_rate": rate, "held_out": len(held[1]),
         "text": texts.digest,
         "packages": {name: version(name) for name in PACKAGES},
     }  # fmt: skip

@@ -137,7 +137,8 @@ def test_ratios_are_paired_and_their_interval_is_of_students_t():
     alike = training.of_reference([0.4995, 0.1998], [0.5, 0.2])
     assert (alike["low"], alike["high"]) == pytest.approx((99.9, 99.9))
     assert training.of_reference([0.25], [0.5]) == {"percent": 50.0, "low": None, "high": None}
-    assert training.of_reference([None, 0.5], [0.5, 0.5]) is None
+    diverged = training.of_reference([None, 0.5], [0.5, 0.5])
+    assert diverged == {"percent": None, "low": None, "high": None}
 
 
 def test_intervals_hold_the_mean_in_95_of_100_draws():
