@@ -2,6 +2,7 @@
 
     python benchmarks/coding_kernels.py [--size 512MiB] [--bits 4] [--dither] [--backend mosaic]
     python benchmarks/coding_kernels.py --traffic [--size 64MiB] [--bits 4] [--dither]
+    python benchmarks/coding_kernels.py --mx mxfp8,mxfp4 [--size 512MiB]
 
 Every kernel of `pallas_kernels` processes all coordinates in one call, as a single chunk under
 the plan that the gradient itself gets at the given bits per coordinate. Calls are dispatched
@@ -11,6 +12,9 @@ of a bucket.
 
 ``--traffic`` runs nothing and needs no GPU. It prints the bytes that each kernel reads and writes
 for one coordinate, from the shapes of its operands and results in the traced program.
+
+``--mx`` times the kernels of MX floats instead, beside the programs that XLA makes for the same
+operations (``jnp``), with the bytes that each must move and the share of the GPU's peak rate.
 """
 
 import dataclasses
@@ -22,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import typer
 
+from dynamiq_jax import comparators
 from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import Timing, time_calls
 from dynamiq_jax.commands.options import checked, workers_text
@@ -76,12 +81,18 @@ def main(
     traffic: Annotated[
         bool, typer.Option("--traffic", help="Count bytes instead; needs no GPU.")
     ] = False,
+    mx: Annotated[
+        str | None, typer.Option(help="Time these MX floats instead, such as mxfp8,mxfp4.")
+    ] = None,
 ) -> None:
     """Time the coding kernels on one device beside a plain copy."""
     checked("--bits", DynamiQ, bits=bits, dither=dither)
     coords = checked("--size", parse_size, size) // 2
     if traffic:
         print_traffic(coords, bits=bits, dither=dither)
+        return
+    if mx is not None:
+        print_mx(coords, mx.split(","), repeats=repeats, backend=backend)
         return
     ran = checked("--backend", resolve_backend, backend)
     print(
@@ -299,6 +310,86 @@ def print_traffic(coords: int, *, bits: float, dither: bool) -> None:
         unfused = "" if row.unfused is None else f"{row.unfused:.2f}"
         cells = f"{row.read:.3f} | {row.written:.3f} | {total:.3f} | {row.least:.3f}"
         print(f"| {name} | {cells} | {total / row.least - 1:.1%} | {unfused} |")
+
+
+PEAKS = {"H100": 3.35e12, "H200": 4.8e12}
+"""Bytes per second of device memory, by a part of the device's name (SXM modules)."""
+
+MX_METHODS = {name.lower(): getattr(comparators, name) for name in ("MXFP8", "MXFP6", "MXFP4")}
+
+
+def print_mx(coords: int, names: list[str], *, repeats: int, backend: str | None) -> None:
+    """Prints the times of `bench_mx` with bytes and rates."""
+    kind = jax.devices()[0].device_kind
+    peak = next((rate for part, rate in PEAKS.items() if part in kind), None)
+    ran = checked("--backend", resolve_backend, backend)
+    print(
+        f"{coords:,} bf16 coordinates, {workers_text(jax.devices()[:1])}, {repeats} repeats, "
+        f"JAX {jax.__version__}"
+    )
+    for name in names:
+        if name not in MX_METHODS:
+            raise typer.BadParameter(f"--mx has {name!r}; choose from {', '.join(MX_METHODS)}")
+        for of in dict.fromkeys((ran, "jnp")):
+            for call, (timing, moved) in bench_mx(
+                coords, name, repeats=repeats, backend=of
+            ).items():
+                rate = moved / timing.time_us * 1e6
+                share = "" if peak is None else f", {rate / peak:.1%} of the peak"
+                print(
+                    f"{name} {of:8} {call:14} {timing.time_us:9.1f} us "
+                    f"({timing.p10_us:.1f}-{timing.p90_us:.1f}), {moved / 1e6:.1f} MB, "
+                    f"{rate / 1e9:.0f} GB/s{share}",
+                    flush=True,
+                )
+
+
+def bench_mx(
+    coords: int, name: str, *, repeats: int, backend: str
+) -> dict[str, tuple[Timing, int]]:
+    """Times and least bytes of an MX codec's operations on one chunk of all coordinates."""
+    x = jax.random.normal(jax.random.key(0), (coords,), jnp.bfloat16)
+    method, topology = MX_METHODS[name](backend=backend), Direct(streams=1)
+    call = Call(Axis(()), topology, jnp.zeros(2, jnp.uint32))
+    layout, chunk, one = (
+        method.layout(coords, 1, topology),
+        jnp.zeros(1, jnp.int32),
+        Encoder(0, 0, 0),
+    )
+    codec = lambda x: method.codec(x, method.share(None, layout, call), layout, call)
+
+    @jax.jit
+    def encode(x):
+        return codec(x).encode((), chunk, one, None)[0]
+
+    @jax.jit
+    def hop(x, sent):
+        return codec(x).encode((Arrived(sent, one),), chunk, one, None)[0]
+
+    @jax.jit
+    def finish(x, sent):
+        add = codec(x).finish
+        assert add is not None
+        return add((Arrived(sent, one),), chunk, None)
+
+    @jax.jit
+    def decode(x, payload):
+        return codec(x).decode(payload, chunk, one, None)
+
+    sent = encode(x)
+    three = jnp.stack([sent] * 3)
+    gradient, payload = 2 * coords, 4 * sent.size
+    calls = {
+        "encode": (partial(encode, x), gradient + payload),
+        "hop": (partial(hop, x, sent[None]), gradient + 2 * payload),
+        "hop, 3 arrived": (partial(hop, x, three), gradient + 4 * payload),
+        "sum": (partial(finish, x, sent[None]), 2 * gradient + payload),
+        "decode": (partial(decode, x, sent), gradient + payload),
+    }
+    flying = 1 if jax.default_backend() == "cpu" else 10
+    timings = time_calls([run for run, _ in calls.values()], repeats=repeats, in_flight=flying)
+    moved = (bytes_ for _, bytes_ in calls.values())
+    return dict(zip(calls, zip(timings, moved, strict=True), strict=True))
 
 
 if __name__ == "__main__":

@@ -21,19 +21,19 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.meshes import is_explicit
 from dynamiq_jax.core.passing import passed_arguments
 from dynamiq_jax.methods import Method
-from dynamiq_jax.reduction.explicit_sums import is_explicit
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import is_key, leaf_specs
 from dynamiq_jax.training.value_and_grad import (
     ForAuto,
-    Wanted,
     check_names,
     gradients,
     mesh_around,
 )
+from dynamiq_jax.training.wanted import Wanted
 
 __all__ = ["value_and_grad"]
 

@@ -211,7 +211,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
 def all_reduce(
     source: Source,
     tiles: tuple[Int[Array, "n T"], ...],
-    noise: UInt[Array, "n 8"],
+    noise: UInt[Array, "n 8"] | UInt[Array, " 2"],
     words: tuple[int, ...],
     result: Result,
     axes: dict[str, int],
@@ -227,7 +227,9 @@ def all_reduce(
     Args:
       source: this worker's gradient.
       tiles: the records of gradients, and of sums.
-      noise: row i is the randomness of worker i, for the gradients and for the sums it encodes.
+      noise: row i is the randomness of worker i, for the gradients and for the sums it encodes. Or
+        two words, this worker's part of the seed: then the kernel computes `slot_noise` of the sum
+        of all workers' parts, with a rounding other than "correlated".
       words: lengths of a payload of gradients, and of sums.
       result: all sums, with no ``start``, and ``into`` nothing.
       axes: as for `exchange`.

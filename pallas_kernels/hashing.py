@@ -96,21 +96,35 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
     Returns:
       ``uint32[n_slots, NOISE_WORDS]``, to be indexed by slot and given to the kernels.
     """
-    a, b = seed_words(seed)
     slot = np.arange(n_slots, dtype=np.uint32)
-    zero = np.zeros_like(slot)
-    # An odd slot out is the first one: it carries the smallest partial sum.
-    stream = (slot + n_slots % 2) // 2 if rounding == "antithetic" else slot
-    flip = zero - ((slot + n_slots % 2) % 2) if rounding == "antithetic" else zero
-    stream_a = mix(a + (stream + 1) * np.uint32(0x9E3779B1))
-    stream_b = mix(b ^ stream_a)
-    low = high = zero
+    columns = noise_columns(seed, slot, n_slots, rounding)
     if rounding == "correlated":
+        a, b = seed_words(seed)
         draws = mix(mix(a ^ (slot[None, :] + 1)) + b + jnp.arange(4, dtype=jnp.uint32)[:, None])
         perms = jnp.argsort(jnp.argsort(draws, axis=1), axis=1).astype(jnp.uint32)
-        low, high = perms[0] | perms[1] << 16, perms[2] | perms[3] << 16
-    columns = [stream_a, stream_b, flip, zero + a, zero + b, low, high, zero + n_slots]
+        columns[5:7] = perms[0] | perms[1] << 16, perms[2] | perms[3] << 16
     return jnp.stack(columns, axis=1)
+
+
+def noise_columns(seed, slot, n_slots: int, rounding: Rounding) -> list:
+    """The columns of `slot_noise`: the words of `Noise` by slot, without permutations.
+
+    Args:
+      seed: two words, `uint32`.
+      slot: the slots, `uint32` of any shape.
+      n_slots: as for `slot_noise`.
+      rounding: as for `slot_noise`.
+    """
+    a, b = seed_words(seed)
+    zero = slot ^ slot
+    # An odd slot out is the first one: it carries the smallest partial sum.
+    place = slot + np.uint32(n_slots % 2)
+    stream = place >> 1 if rounding == "antithetic" else slot
+    flip = zero - (place & 1) if rounding == "antithetic" else zero
+    stream_a = mix(a + (stream + 1) * np.uint32(0x9E3779B1))
+    stream_b = mix(b ^ stream_a)
+    n = zero + np.uint32(n_slots)
+    return [stream_a, stream_b, flip, zero + a, zero + b, zero, zero, n]
 
 
 def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:

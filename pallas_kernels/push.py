@@ -6,8 +6,10 @@ same number on another worker has done so here. Then all that this worker gets i
 kernel ends, and XLA sees a custom call as any other. XLA begins a kernel once all workers have come
 to it.
 
-A block of `all_reduce` goes through some tiles, the same of every chunk. It encodes those of other
-workers' chunks into their memory, and waits for the blocks of its number. It adds up the tiles of
+A block of `all_reduce` goes through some tiles, the same of every chunk. If workers have parts of a
+seed, it first sends its part to the blocks of its number on all workers, and adds up what they
+send. It encodes the tiles of other workers' chunks into their memory, and waits for the blocks of
+its number. It adds up the tiles of
 its worker's chunk, encodes the sums into the memory of all, and waits again. Then it decodes all
 sums. Blocks of one number read what each other wrote, and nothing else.
 """
@@ -27,7 +29,8 @@ from jaxlib.mlir.dialects import arith, llvm
 from pallas_kernels import mosaic
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.backend import check_push
-from pallas_kernels.format import TILE_ROWS, Input, Result, Source, WireFormat
+from pallas_kernels.format import TILE_ROWS, Input, Result, Rounding, Source, WireFormat
+from pallas_kernels.hashing import NOISE_WORDS, noise_columns
 from pallas_kernels.kernels import Finish, accumulate, decode_tile, encode_tile, load, rows_of
 from pallas_kernels.mosaic import THREADS
 from pallas_kernels.tile import level_tables
@@ -37,6 +40,8 @@ BLOCKS = 512
 for one that has yet to begin."""
 AT_ONCE = 4
 """Loads of a thread that are under way together."""
+MEETINGS = 10
+"""Bits of a counter that count one meeting of blocks: at most 3 meetings of 2^10 workers."""
 _POLLS = 2**26
 """Reads of a counter, about half a minute. After them the kernel traps, and JAX raises an error."""
 
@@ -190,7 +195,7 @@ def _copy(plan: Copy, source, from_row, target, to_row) -> None:
 
 
 def _wait(counter, count: int, meeting: int = 0) -> None:
-    """Waits for one half of a counter to reach ``count``; too long a wait ends in an error.
+    """Waits for one meeting's bits of a counter to reach ``count``; a long wait ends in an error.
 
     Then all threads read what was written before others counted.
     """
@@ -200,7 +205,7 @@ def _wait(counter, count: int, meeting: int = 0) -> None:
         at = llvm.ptrtoint(ir.IntegerType.get_signless(64), mgpu.utils.memref_ptr(counter))
         code = f"""{{ .reg .pred p; .reg .u32 v, n;
             mov.u32 n, %tid.x; setp.ne.u32 p, n, 0; @p bra DONE;
-            MORE: ld.acquire.sys.global.u32 v, [$0]; bfe.u32 v, v, {16 * meeting}, 16;
+            MORE: ld.acquire.sys.global.u32 v, [$0]; bfe.u32 v, v, {MEETINGS * meeting}, {MEETINGS};
             setp.ge.u32 p, v, {count}; @p bra DONE;
             add.u32 n, n, 1; setp.lt.u32 p, n, {_POLLS}; @p bra MORE;
             trap;
@@ -214,8 +219,8 @@ def _wait(counter, count: int, meeting: int = 0) -> None:
 def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
     """Tells the blocks of this number on all other workers, and waits for them to do so.
 
-    Meetings 0 and 1 count in a half of the counter each: some worker may come to the second one
-    before another has told of the first.
+    Every meeting counts in its own bits of the counter: some worker may come to the next one before
+    another has told of this one.
     """
 
     @mosaic._inline(())
@@ -226,8 +231,57 @@ def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
     others = math.prod(axes.values()) - 1
     for i in range(others):
         place = peer_of(me, i, axes)[1]
-        pl.semaphore_signal(counter, 1 << 16 * meeting, device_id=place)
+        pl.semaphore_signal(counter, 1 << MEETINGS * meeting, device_id=place)
     _wait(counter, others, meeting)
+
+
+def _threads():
+    """The numbers of a block's threads, int32[128]."""
+    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=mosaic._PER_THREAD)
+
+
+def _tell(part, parts, place) -> None:
+    """Copies the two words of a part of the seed to place ``place``, perhaps of another worker."""
+    per_thread = mosaic._PER_THREAD
+
+    @mosaic._inline((mosaic._REF, mosaic._REF, per_thread, per_thread))
+    def move(source, target, thread, at):
+        wanted = arith.cmpi(arith.CmpIPredicate.slt, thread[0], mosaic._constant(2))
+        wanted = arith.extui(mosaic._i32(), wanted)
+        words = mosaic._load(mosaic._address(source, thread[0], 4), 1, wanted)
+        mosaic._store(mosaic._address(target, at[0], 4), words, wanted)
+
+    thread = _threads()
+    move(part, parts, thread, thread + place)
+
+
+def _write_noise(parts, noises, block, n_workers: int, rounding: Rounding) -> None:
+    """Writes `slot_noise` of the sum of all parts, for one block; a thread writes one word."""
+    per_thread = mosaic._PER_THREAD
+
+    @mosaic._inline((mosaic._REF, per_thread), per_thread, (THREADS,), jnp.uint32)
+    def arrived(parts, at):
+        return mosaic._load(mosaic._address(parts, at[0], 4), 1, fresh=True)
+
+    @mosaic._inline((mosaic._REF, per_thread, per_thread, per_thread))
+    def write(noises, thread, at, word):
+        wanted = arith.cmpi(
+            arith.CmpIPredicate.slt, thread[0], mosaic._constant(n_workers * NOISE_WORDS)
+        )
+        words = [word[0]]
+        mosaic._store(mosaic._address(noises, at[0], 4), words, arith.extui(mosaic._i32(), wanted))
+        mgpu.utils.warpgroup_barrier()
+
+    thread = _threads()
+    first = 0 * thread + 2 * n_workers * block
+    # Words 0 and 1 of the seed: the sums over workers.
+    seed = [sum(arrived(parts, first + 2 * i + word) for i in range(n_workers)) for word in (0, 1)]
+    slot, column = (thread // NOISE_WORDS).astype(jnp.uint32), thread % NOISE_WORDS
+    columns = noise_columns(seed, slot, n_workers, rounding)
+    word = columns[0]
+    for i in range(1, NOISE_WORDS):
+        word = jnp.where(column == i, columns[i], word)
+    write(noises, thread, thread + n_workers * NOISE_WORDS * block, word)
 
 
 class _Everywhere(NamedTuple):
@@ -264,14 +318,18 @@ class _References(NamedTuple):
     came: Any
     """Payloads of gradients, by the worker that they are from, and of sums, by that they are of."""
     sums: Any
+    parts: Any
+    """The parts of the seed that came for every block, by worker."""
+    noises: Any
+    """The noise of every worker, as every block computes it from the parts."""
     met: Any
     """The counter of `_meet`."""
 
     @classmethod
-    def of(cls, operands: tuple, refs: tuple) -> "_References":
-        """The references of the operands that are not `None`, of results and of the counter."""
+    def of(cls, arrays: tuple, refs: tuple) -> "_References":
+        """The references of operands and results that are not `None`, and of the counter."""
         found = iter(refs)
-        return cls(*(None if x is None else next(found) for x in operands), *found)
+        return cls(*(None if x is None else next(found) for x in arrays), *found)
 
 
 class _Facts(NamedTuple):
@@ -371,6 +429,16 @@ class _Block(NamedTuple):
         """See `_meet`."""
         _meet(self.refs.met, meeting, self.me, self.facts.axes)
 
+    def agreed(self) -> "_Block":
+        """The block with the noise of all workers, by the sum of their parts of the seed."""
+        refs, axes, n = self.refs, self.facts.axes, self.facts.workers
+        place = 2 * (self.number * n + self.me)
+        for i in range(n):
+            _tell(refs.noise, plgpu.remote_ref(refs.parts, peer_of(self.me, i, axes)[1]), place)
+        self.meet(0)
+        _write_noise(refs.parts, refs.noises, self.number, n, self.facts.fmt.rounding)
+        return self._replace(refs=refs._replace(noise=refs.noises.at[self.number]))
+
     def _rows(self, tile, chunk):
         """The super-groups of a tile of a chunk."""
         if self.refs.order is not None:
@@ -401,23 +469,28 @@ def all_reduce(
     tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
     operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)
     passed = [operand for operand in operands if operand is not None]
+    agrees, n = noise.ndim == 1, facts.workers
+    shapes: list[Any] = [(n, 1, words[0]), (n, words[1])]
+    shapes += [(facts.blocks, n, k) if agrees else None for k in (2, NOISE_WORDS)]
+    results = [
+        shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),
+        *(shape and shape_struct(shape, jnp.uint32, *passed) for shape in shapes),
+    ]
 
     def kernel(*refs):
-        block = _Block.running(facts, _References.of(operands, refs))
-        block.each(facts.workers - 1, block.send)
-        block.meet(0)
-        block.each(1, block.add)
+        block = _Block.running(facts, _References.of((*operands, *results), refs))
+        if agrees:
+            block = block.agreed()
+        block.each(n - 1, block.send)
         block.meet(1)
-        block.each(facts.workers, block.read)
+        block.each(1, block.add)
+        block.meet(2)
+        block.each(n, block.read)
 
     kernel.__name__ = "dynamiq_push_all_reduce"
-    shapes = [(facts.workers, 1, words[0]), (facts.workers, words[1])]
     return _alone(
         kernel,
-        out_type=[
-            shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),
-            *(shape_struct(shape, jnp.uint32, *passed) for shape in shapes),
-        ],
+        out_type=[each for each in results if each is not None],
         grid=(facts.blocks,),
         grid_names=("pushed_part",),
         scratch_types=[plgpu.SemaphoreType.REGULAR],

@@ -222,7 +222,7 @@ _MOST_MEMBERS = 512
 takes Triton's compiler 70 s on an H100's host (JAX 0.11.2); 512 take one second."""
 
 
-def _options(name: str, interpret: bool) -> dict[str, Any]:
+def call_options(name: str, interpret: bool) -> dict[str, Any]:
     """The options of every launch of the kernel ``name``."""
     options = {"name": f"dynamiq_{name}", "interpret": interpret}
     if interpret:
@@ -356,7 +356,7 @@ class Triton:
             in_specs=[whole] * len(operands),
             out_specs=whole,
             input_output_aliases=aliases,
-            **_options(launch.name, self.interpret),
+            **call_options(launch.name, self.interpret),
         )(*operands)
 
     def statistics(self, x, super_group_size):
@@ -390,7 +390,7 @@ def _statistics(x, super_group_size: int, interpret: bool):
             grid=(pl.cdiv(rows.shape[0], rows_per_program),),
             in_specs=[whole],
             out_specs=[whole] * 2,
-            **_options("statistics", interpret),
+            **call_options("statistics", interpret),
         )(rows)
     )
 
@@ -582,7 +582,7 @@ def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> D
             grid=grid,
             in_specs=[whole] * len(operands),
             out_specs=[whole] * len(outs),
-            **_options(f"deal_{name}", interpret),
+            **call_options(f"deal_{name}", interpret),
         )(*operands)
 
     counts, end_shape = ((shards, blocks, ENERGY_LEVELS), jnp.int32), ((shards, 1), jnp.int32)

@@ -1,15 +1,20 @@
 """The coding kernels on one set of inputs, for comparing backends bit by bit."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, AxisType
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.commands.synthetic import lognormal_mixture
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.executors.codec import Arrived, Encoder
+from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.dynamiq.allocation import allocate
 from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, upgrades_of
@@ -221,3 +226,100 @@ def run(names, layout: Layout, fmt, dtype, backend, o, p) -> dict[str, np.ndarra
             stage = 0 if name == "compress" else 1
             found[name] = found[name][:, : used_words(o.tiles[stage], fmt)]
     return found
+
+
+def lowered_for_cuda(function, *args, mesh=((), ())) -> str:
+    """The GPU program of ``function``, lowered on whatever machine this is."""
+    if jax.__version_info__ < (0, 11):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    from jax.sharding import AbstractDevice, use_abstract_mesh
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    types = (AxisType.Auto,) * len(mesh[0])
+    with use_abstract_mesh(AbstractMesh(*mesh, axis_types=types, abstract_device=device)):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+MX = {
+    f"{element}, {rounding}": method(element=element, rounding=rounding)
+    for method, elements in (
+        (dq.comparators.MXFP8, ("e4m3", "e5m2")),
+        (dq.comparators.MXFP6, ("e3m2", "e2m3")),
+        (dq.comparators.MXFP4, ("e2m1",)),
+    )
+    for element in elements
+    for rounding in ("nearest", "stochastic")
+}
+
+
+def mx_gradients(size: int, *, finite: bool) -> np.ndarray:
+    """Gradients of four workers, f32[4, size], whose blocks have tops from 2^-149 to 2^110.
+
+    Some blocks are zero, and some have few values that are not. Only if they need not be finite,
+    some have an infinity or a NaN.
+    """
+    rng = np.random.default_rng(size)
+    blocks = -(-size // 32)
+    power = np.exp2(rng.integers(-149, 110, (4, blocks, 1)).astype(np.float64))
+    power[:, 0], power[:, -1] = 2.0**-149, 2.0**110
+    spread = np.exp2(-rng.integers(0, 20, (4, blocks, 32)))
+    x = (rng.normal(size=(4, blocks, 32)) * spread * power).astype(np.float32)
+    x[:, 1::9], x[:, 2::9, 1:], x[:, 3::9, ::3] = 0.0, 0.0, -0.0
+    if not finite:
+        x[0, 4::9, 31], x[1, 5::9, 0], x[2, 6::9, 7] = np.nan, np.inf, -np.inf
+    return x.reshape(4, -1)[:, :size]
+
+
+@functools.cache
+def mx_program(method, size: int, dtype, backend: pk.Backend):
+    """The function of f32[4, size], gradients of four workers, to results in two chunks, by name.
+
+    They are of every operation of a codec.
+    """
+    method = dataclasses.replace(method, backend=backend)
+    layout = method.layout(size, 2, dq.Ring(streams=1))
+    call = Call(Axis(()), dq.Ring(streams=1), jnp.array([3, 4], jnp.uint32), divisor=4)
+    one, chunks = Encoder(0, 0, 0), jnp.asarray(SWAPPED)
+
+    def results(x):
+        shared = method.share(None, layout, call)
+        codecs = [method.codec(worker, shared, layout, call) for worker in x.astype(dtype)]
+        own, told = codecs[3], method.codec(x[3], shared, layout, call._replace(keep_error=True))
+        sent = [codec.encode((), chunks, one, None)[0] for codec in codecs]
+        skipping = own.encode((), chunks, one, None, skip=jnp.int32(0))[0][1:]
+        arrived = (
+            Arrived(jnp.stack(sent[:3]), one, skip=jnp.int32(1)),
+            Arrived(sent[1][None], one),
+        )
+        hop = own.encode(arrived, chunks, one, None)[0]
+        finish, first = own.finish, (Arrived(arrived[0].payloads[:, :1], one),)
+        sums = finish(first, chunks[:1], None)
+        into = own.decode(hop[1:], chunks[1:], one, own.decode(hop[:1], chunks[:1], one, None))
+        again, lost = told.encode(arrived, chunks, one, told.lost)
+        return {
+            "encode": jnp.stack(sent), "encode skipping": skipping, "hop": hop,
+            "sum": sums, "decode": own.decode(hop, chunks, one, None).reshape(-1)[:size],
+            "decode into": into.reshape(-1)[:size], "encode and tell": again, "lost": lost,
+        }  # fmt: skip
+
+    return jax.jit(results)
+
+
+def mx_results(method, x, dtype, backend: pk.Backend) -> dict[str, np.ndarray]:
+    """The results of `mx_program` on gradients f32[4, size]."""
+    return jax.tree.map(np.asarray, mx_program(method, x.shape[1], dtype, backend)(x))
+
+
+def assert_same_mx(actual: dict, expected: dict, *, finite: bool) -> None:
+    """Compares all bits; of values that are not finite, which they are, and no payload's codes."""
+    for name, value in expected.items():
+        found = actual[name]
+        assert found.dtype == value.dtype and found.shape == value.shape, name
+        if value.dtype != np.uint32:
+            nan = np.isnan(value)
+            np.testing.assert_array_equal(np.isnan(found), nan, err_msg=name)
+            bits = np.uint16 if value.dtype.itemsize == 2 else np.uint32
+            value, found = (np.where(nan, 0, v).view(bits) for v in (value, found))
+        elif not finite:
+            continue
+        np.testing.assert_array_equal(found, value, err_msg=name)

@@ -1,7 +1,7 @@
 """Losses that people write, on Explicit meshes: each trains, and has plain JAX's gradients.
 
 A parameter may be used where JAX has no rule for a value that is typed as reduced: such a use alone
-has its gradient summed by JAX (`training.uses`). All parameters count as large here.
+has its gradient summed by JAX (`explicit_mesh.uses`). All parameters count as large here.
 """
 
 import functools

@@ -16,6 +16,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import compat
+from dynamiq_jax.experimental.explicit_mesh import compat as explicit
 
 N = 4
 LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)
@@ -186,7 +187,7 @@ class TestAnotherVersionOfJax:
 
     @pytest.mark.parametrize("example", [lambda: False, lambda: 1 / 0], ids=["other", "raises"])
     def test_of_which_an_example_differs(self, example):
-        checked = compat._tried("its parts", example)(lambda: 1)
+        checked = compat.tried("its parts", example)(lambda: 1)
         for _ in range(2):
             with pytest.raises(RuntimeError, match="in its parts; install one of these"):
                 checked()
@@ -196,14 +197,14 @@ class TestAnotherVersionOfJax:
         assert not compat._knows_linear_transpose()
         monkeypatch.setattr(jax.lax, "axis_index", lambda name: jnp.int32(0))
         assert not compat._knows_vmap()
-        monkeypatch.setattr(compat, "name_of", lambda equation: f"node[{equation.primitive.name}]")
-        assert not compat._knows_vjp()
-        monkeypatch.setattr(compat, "_number", Unnoticed())
-        assert not compat._knows_contexts()
+        monkeypatch.setattr(explicit, "name_of", lambda one: f"node[{one.primitive.name}]")
+        assert not explicit._knows_vjp()
+        monkeypatch.setattr(explicit, "trace_number", Unnoticed())
+        assert not explicit._knows_contexts()
 
     def test_that_lacks_a_private_part(self, monkeypatch):
         with pytest.raises(RuntimeError, match="the linear program of jax.vjp"):
-            compat.linear_program(lambda x: x)
+            explicit.linear_program(lambda x: x)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="and has no client"):
             compat.coordination_client()

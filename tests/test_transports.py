@@ -1,7 +1,6 @@
 """Payloads mean the same however they move: by collectives, by ppermutes, or by push kernels."""
 
 import functools
-import math
 import os
 import subprocess
 import sys
@@ -307,7 +306,10 @@ def exchanged(tree, axes, *, to_all):
 
 def reduced(source, tiles, noise, words, result, axes, *, fmt, even):
     """Runs the kernels that `pk.all_reduce` stands for."""
-    n, me, (first, last) = math.prod(axes.values()), Axis(tuple(axes)).index, tiles
+    axis, (first, last) = Axis(tuple(axes)), tiles
+    n, me = axis.size, axis.index
+    if noise.ndim == 1:  # a part of the seed
+        noise = pk.slot_noise(axis.psum(noise), n, fmt.rounding)
     if even:
         rows = first.shape[1] * pk.TILE_ROWS
         first, last = (jnp.repeat(x[:1], n, axis=0) for x in tiles)
@@ -332,13 +334,18 @@ def with_memory(x, axis_name, *, compression, topology):
     return total, jax.tree.map(lambda x: x[None], state)
 
 
+def keyed_mean(x, axis_name, **options):
+    """A mean that is rounded by a key."""
+    return dq.pmean(x, axis_name, key=jax.random.key(3), **options)
+
+
 @pytest.mark.parametrize(
     ("method", "reduce", "streams", "kernels"),
     [
         (small(dq.DynamiQ(bits=5, plan=True)), dq.psum, 1, ["exchange", "all_reduce"]),
         (
             small(dq.DynamiQ(bits=4, dither=True, plan=False)),
-            dq.pmean, 1, ["exchange", "all_reduce"],
+            keyed_mean, 1, ["exchange", "all_reduce"],
         ),
         (CHEAP, dq.psum, 2, ["exchange"] * 5),
         (small(dq.ErrorFeedback(CHEAP.method)), with_memory, 1, ["exchange"] * 3),
@@ -351,7 +358,7 @@ def with_memory(x, axis_name, *, compression, topology):
 def test_what_is_pushed_gives_the_bits_of_collectives(
     method, reduce, streams, kernels, monkeypatch
 ):
-    n, x, called = 3, gradient(5, 3, 3 * 2**13 + 7 * (reduce is dq.pmean)), []
+    n, x, called = 3, gradient(5, 3, 3 * 2**13 + 7 * (reduce is keyed_mean)), []
 
     def recorded(name, run):
         def call(*args, **options):
@@ -370,6 +377,31 @@ def test_what_is_pushed_gives_the_bits_of_collectives(
         found.append(program(one, n, spec)(x))
     assert called == kernels
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_a_push_kernel_without_a_key_gets_a_part_of_the_seed_from_every_worker(monkeypatch):
+    n, x, parts = 3, gradient(5, 3, 3 * 2**13), []
+
+    def kept(source, tiles, noise, *rest, **options):
+        jax.debug.callback(lambda part: parts.append(np.asarray(part).tolist()), noise)
+        return reduced(source, tiles, noise, *rest, **options)
+
+    monkeypatch.setattr(pk, "exchange", exchanged)
+    monkeypatch.setattr(pk, "all_reduce", kept)
+    method = small(dq.DynamiQ(bits=4, dither=True, plan=False))
+    route = dq.Direct(transport="push", streams=1)
+    run = program(lambda x: dq.psum(x, "data", compression=method, topology=route), n, P())
+    totals = [np.asarray(run(x)) for _ in range(2)]
+    jax.effects_barrier()
+    np.testing.assert_array_equal(*totals)
+    assert len({tuple(part) for part in parts}) == n  # each worker's own, in both runs
+    # Decoders with the noise of another seed would err by the whole step of a level.
+    own = dq.Compression(method.method, min_leaf_size=0, min_bucket_size=0, min_bucket_bytes=0)
+    other = program(lambda x: dq.psum(x, "data", compression=own), n, P())(x)
+    exact = np.asarray(x, np.float64).sum(0)
+    errors = [np.sum((total - exact) ** 2) for total in (totals[0], np.asarray(other))]
+    assert 0.5 < errors[0] / errors[1] < 2
+    assert not np.array_equal(totals[0], run(2 * x) / 2)  # another gradient, other noise
 
 
 def pushed(**options):

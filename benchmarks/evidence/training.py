@@ -74,7 +74,7 @@ class Workers(NamedTuple):
 
     number: int = 8
     backend: Backend = "jnp"
-    """Of DynamiQ's kernels."""
+    """Of the kernels of DynamiQ and of MX floats."""
 
 
 EIGHT = Workers()
@@ -168,7 +168,7 @@ def make_method(text: str, backend: Backend = "jnp") -> Any:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    options = {"backend": backend} if text.startswith("dynamiq") else {}
+    options = {"backend": backend} if text.startswith(("dynamiq", "mxfp")) else {}
     return contenders.make_method(text, METHODS, **options)
 
 
@@ -546,7 +546,9 @@ def main(
         int | None,
         typer.Option(min=1, help="sequences of a step, over all workers (default: by model)"),
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="of DynamiQ's kernels")] = "jnp",
+    backend: Annotated[
+        Backend, typer.Option(help="of the kernels of DynamiQ and MX floats")
+    ] = "jnp",
     seeds: Annotated[int, typer.Option(min=1, help="training runs of every row")] = 4,
     steps: Annotated[int | None, typer.Option(min=2, help="default: the model's")] = None,
     rate: Annotated[

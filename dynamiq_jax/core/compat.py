@@ -1,7 +1,9 @@
-"""Differences between JAX versions, and what its tracing state can tell. The only such file.
+"""Differences between JAX versions, and what its tracing state can tell.
 
-Some of it has no public interface in JAX. Each such use raises where it does not find what it
-expects, or is tried once (`_tried`) on a small example with a known answer.
+Every function may need this file. `experimental.explicit_mesh.compat` has what only Explicit axes
+need; no other file of this package handles versions. Some of it has no public interface in JAX.
+Each such use raises where it does not find what it expects, or is tried once (`tried`) on a small
+example with a known answer.
 """
 
 import concurrent.futures
@@ -16,7 +18,6 @@ from typing import Any
 import jax
 import jax.core
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
@@ -29,7 +30,7 @@ KNOWN_VERSIONS = "0.10.2 to 0.12"
 """The versions of JAX whose private parts this file knows."""
 
 
-def _unknown(part: str) -> str:
+def unknown(part: str) -> str:
     """The error for a private part of JAX that is not as expected."""
     return (
         f"JAX {jax.__version__} differs from the versions {KNOWN_VERSIONS} that this version of "
@@ -38,23 +39,23 @@ def _unknown(part: str) -> str:
 
 
 @contextlib.contextmanager
-def _private(part: str) -> Iterator[None]:
+def private(part: str) -> Iterator[None]:
     """Names the known versions if a private part of JAX is not where it was."""
     try:
         yield
     except ImportError as error:
-        raise ImportError(_unknown(part)) from error
+        raise ImportError(unknown(part)) from error
     except (AttributeError, KeyError) as error:
-        raise RuntimeError(_unknown(part)) from error
+        raise RuntimeError(unknown(part)) from error
 
 
-def _aside(function: Callable[[], Any]) -> Any:
+def aside(function: Callable[[], Any]) -> Any:
     """Calls ``function`` in a thread of its own, where no trace is around it."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
 
 
-def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
+def tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
     """A decorator: before its first call a function is tried on an example.
 
     Raises:
@@ -65,7 +66,7 @@ def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
         @functools.cache
         def answer() -> bool | Exception:
             try:
-                return _aside(example)
+                return aside(example)
             except Exception as error:
                 return error
 
@@ -73,7 +74,7 @@ def _tried(part: str, example: Callable[[], bool]) -> Callable[..., Any]:
         def checked(*args: Any) -> Any:
             if (own := answer()) is not True:
                 cause = own if isinstance(own, Exception) else None
-                raise RuntimeError(_unknown(part)) from cause
+                raise RuntimeError(unknown(part)) from cause
             return function(*args)
 
         return checked
@@ -85,25 +86,25 @@ def coordination_client() -> Any:
     """The client of JAX's coordination service; `None` where `jax.distributed` was not started."""
     if not jax.distributed.is_initialized():
         return None
-    with _private("jax._src.distributed, the client of the coordination service"):
+    with private("jax._src.distributed, the client of the coordination service"):
         from jax._src import distributed  # there is no public way to it
 
         client = distributed.global_state.client
     if client is None:
-        raise RuntimeError(_unknown("jax._src.distributed: it is started and has no client"))
+        raise RuntimeError(unknown("jax._src.distributed: it is started and has no client"))
     return client
 
 
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)
-    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+    with private("the type of arrays under jax.shard_map (manual_axis_type)"):
         return aval.manual_axis_type.varying
 
 
 def half_reduced_axes(x) -> frozenset[str]:
     """The mesh axes over which JAX calls ``x`` "reduced" or "unreduced"."""
-    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+    with private("the type of arrays under jax.shard_map (manual_axis_type)"):
         kind = jax.typeof(x).manual_axis_type
         return kind.reduced | kind.unreduced
 
@@ -123,7 +124,7 @@ def _knows_linear_transpose() -> bool:
     return found == [True, False]
 
 
-@_tried("the class of tracers of jax.linear_transpose", _knows_linear_transpose)
+@tried("the class of tracers of jax.linear_transpose", _knows_linear_transpose)
 def is_transposed(x) -> bool:
     """Whether ``x`` is traced by `jax.linear_transpose`: what it reaches never runs forward."""
     # The tracer's class is private. No public way was found: a linear function is transposed by
@@ -131,7 +132,7 @@ def is_transposed(x) -> bool:
     return isinstance(x, partial_eval.JaxprTracer)
 
 
-def _one_worker(function: Callable[..., Any]) -> Callable[..., Any]:
+def one_worker(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function`` under a `jax.shard_map` of one worker, of replicated arrays; for tracing."""
     mesh = AbstractMesh((1,), ("worker",), axis_types=(AxisType.Auto,))
     return jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P())
@@ -165,8 +166,8 @@ def _knows_maps() -> bool:
     noted.defvjp(lambda x: (x, None), backward)
     number = jax.ShapeDtypeStruct((), jnp.float32)
     for program in (
-        jax.grad(_one_worker(noted)),
-        _one_worker(jax.grad(noted)),
+        jax.grad(one_worker(noted)),
+        one_worker(jax.grad(noted)),
         jax.grad(noted),
     ):
         jax.make_jaxpr(program)(number)
@@ -176,7 +177,7 @@ def _knows_maps() -> bool:
 _MAP_FRAMES = "the functions that trace jax.shard_map and its derivative"
 
 
-@_tried(_MAP_FRAMES, _knows_maps)
+@tried(_MAP_FRAMES, _knows_maps)
 def transposes_a_map() -> bool:
     """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
 
@@ -190,37 +191,15 @@ def transposes_a_map() -> bool:
     """
     found = _runs_backwards(sys._getframe())
     if found is None:
-        raise RuntimeError(_unknown(_MAP_FRAMES))
+        raise RuntimeError(unknown(_MAP_FRAMES))
     return found
 
 
-# JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs.
-_number = jax.make_user_context(0)
-"""The number of the trace of `dynamiq_jax.value_and_grad`; 0 outside."""
-
-
-def _knows_contexts() -> bool:
-    """Whether JAX traces an inner `jax.jit` once for each number."""
-    found = []
-    inner = jax.jit(lambda x: (found.append(_number.value), 2 * x)[1])
-    for number in (1, 2, 1):
-        with _number(number):
-            jax.make_jaxpr(lambda x: inner(x))(jax.ShapeDtypeStruct((), jnp.float32))
-    return found == [1, 2]
-
-
-class _TracedFor:
-    """``with traced_for(number):`` traces anew what was traced for another number."""
-
-    @property
-    def value(self) -> int:
-        """The number of the trace around."""
-        return _number.value
-
-    __call__ = staticmethod(_tried("the contexts of its traces", _knows_contexts)(_number))
-
-
-traced_for = _TracedFor()
+# JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Only
+# `experimental.explicit_mesh` needs it. But JAX forbids making a context while another thread uses
+# JAX, so it is made when the library is imported.
+trace_number = jax.make_user_context(0)
+"""The number of the trace of `dynamiq_jax.value_and_grad` on Explicit axes; 0 outside."""
 
 
 def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
@@ -230,7 +209,7 @@ def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
 
 
 def _less_varying(x, *, axes: frozenset[str]):
-    with _private("the type of arrays under jax.shard_map (manual_axis_type)"):
+    with private("the type of arrays under jax.shard_map (manual_axis_type)"):
         kind = x.manual_axis_type
         return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
 
@@ -241,13 +220,6 @@ _assume_invarying_p.def_abstract_eval(_less_varying)
 _assume_invarying_p.def_impl(lambda x, **_: x)
 batching.defvectorized(_assume_invarying_p)
 mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
-
-
-def zero_tangent(x: Array) -> Array | np.ndarray:
-    """The tangent of a constant: zeros, of dtype float0 for integers."""
-    if jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.zeros_like(x)
-    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 _inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # before JAX had it: True
@@ -264,13 +236,13 @@ def _knows_vmap() -> bool:
         return x
 
     number = jax.ShapeDtypeStruct((), jnp.float32)
-    jax.make_jaxpr(_one_worker(note))(number)
+    jax.make_jaxpr(one_worker(note))(number)
     several = jax.ShapeDtypeStruct((1,), jnp.float32)
     jax.make_jaxpr(jax.vmap(note, axis_name="worker"))(several)
     return found == [False, True]
 
 
-@_tried("the tracers of jax.vmap", _knows_vmap)
+@tried("the tracers of jax.vmap", _knows_vmap)
 def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
     # A batch tracer's slot is private. No public way was found: an axis has a name and a size
@@ -282,52 +254,8 @@ def with_constants(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     """A jaxpr, and the values of its ``constvars``: JAX 0.11 made one class of two."""
     own = getattr(jaxpr, "jaxpr", jaxpr)
     if not isinstance(own, Jaxpr):
-        raise RuntimeError(_unknown(f"jaxprs, of which one is a {type(own).__name__}"))
+        raise RuntimeError(unknown(f"jaxprs, of which one is a {type(own).__name__}"))
     return own, getattr(jaxpr, "consts", ())
-
-
-_EXPLICIT = AbstractMesh((2,), ("worker",), axis_types=(AxisType.Explicit,))
-
-
-def _typed(spec: P) -> jax.ShapeDtypeStruct:
-    """A matrix of 2 x 2 on the mesh of examples."""
-    return jax.ShapeDtypeStruct((2, 2), jnp.float32, sharding=NamedSharding(_EXPLICIT, spec))
-
-
-@functools.cache
-def refusals() -> tuple[type[Exception], ...]:
-    """Errors that JAX raises where it has no rule for an array's type; others are mistakes.
-
-    One of them has no public name: JAX raises it for a sum of arrays that are split differently.
-    """
-    operands = _typed(P("worker")), _typed(P(None, "worker"))
-    try:
-        _aside(lambda: jax.eval_shape(jnp.add, *operands))
-    except Exception as error:
-        if "shard" in str(error):
-            return TypeError, ValueError, NotImplementedError, AssertionError, type(error)
-    raise RuntimeError(_unknown("sums of arrays on Explicit axes that are split differently"))
-
-
-def _knows_vjp() -> bool:
-    """Whether `linear_program` of a map is an equation whose name `name_of` knows."""
-    found = []
-
-    def run(x: Array) -> Array:
-        value, pullback = jax.vjp(_one_worker(lambda x: 2 * x), x)
-        back: Any = pullback  # its program is private
-        found.extend(map(name_of, with_constants(back.jaxpr)[0].eqns))
-        return value
-
-    jax.make_jaxpr(run)(jax.ShapeDtypeStruct((), jnp.float32))
-    return found == ["shard_map"]
-
-
-@_tried("the linear program of jax.vjp", _knows_vjp)
-def linear_program(back: Any) -> Jaxpr:
-    """The linear program that `jax.vjp` transposes; its last inputs are the primals' tangents."""
-    with _private("the linear program of jax.vjp"):
-        return with_constants(back.jaxpr)[0]
 
 
 def name_of(equation: JaxprEqn) -> str:
@@ -396,7 +324,7 @@ def evaluate_here(
         elif isinstance(value, tuple) and any(isinstance(x, kinds) for x in value):
             params[key] = tuple(map(replaced, value))
     with contextlib.ExitStack() as contexts:
-        with _private("the context of equations"):
+        with private("the context of equations"):
             before: Any = equation.ctx
             if before.compute_type is not None:
                 contexts.enter_context(compute_on(before.compute_type))

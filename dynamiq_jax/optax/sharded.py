@@ -28,19 +28,12 @@ from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
+from dynamiq_jax.core.meshes import is_explicit, is_outside, mesh_of, resharded
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
-from dynamiq_jax.reduction.explicit_sums import (
-    check_axes,
-    is_explicit,
-    is_outside,
-    mesh_of,
-    resharded,
-    unreduced_axes,
-)
 from dynamiq_jax.reduction.pending import Pending, own_slice
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
@@ -242,58 +235,7 @@ def sharded(
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
 
     def init(params) -> Any:
-        sizes, inside = known_sizes(axis, "sharded")
-        assert sizes is not None
-        placed = _places(params, axis, sizes, compression, specs, inside)
-        masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-        names = frozenset().union(*map(axes_of, placed))
-        counts = {name: lax.axis_size(name) if inside else 1 for name in names}
-        # Inside a map parameters are whole but for other axes than ours.
-        others = {name: 1 if name in axis.names else count for name, count in counts.items()}
-        whole = whole_arrays(masters, placed, others, [Padding()] * len(placed))
-        like = jax.eval_shape(inner.init, whole)
-        own = _splits_of_state(like, whole, placed)
-        splits, wholes = (*placed, *own), jax.tree.leaves((whole, like))
-        workers = dict(zip(axis.names, sizes, strict=True))
-        padding = tuple(
-            padding_of(x.shape, p, workers) for x, p in zip(wholes, splits, strict=True)
-        )
-        if inside:
-            triples = zip(jax.tree.leaves(masters), placed, padding[: len(placed)], strict=True)
-            found = [own_slice(x, split_of(p, axis.names), axis, zeros) for x, p, zeros in triples]
-            masters = jax.tree.unflatten(jax.tree.structure(masters), found)
-        of_slices = lambda x: on_slices(inner.init, (x,), (whole,), placed, like, own, counts)
-        state = of_slices(masters) if inside else inner.init(masters)
-        if not inside:
-            jax.eval_shape(of_slices, masters)  # refuses what slices cannot have
-        leaves, treedef = jax.tree.flatten((masters, state))
-        if inside:
-            triples = zip(leaves, splits, padding, strict=True)
-            leaves = [
-                axis.to_varying(zeros.cleared(x, axis)) if split_of(p, axis.names) else x
-                for x, p, zeros in triples
-            ]
-        else:
-            leaves = [zeros.padded(x) for zeros, x in zip(padding, leaves, strict=True)]
-        if is_outside(axis, params):  # types say where leaves are: those of `ShardedState.splits`
-            mesh = mesh_of(params)
-            leaves = [resharded(x, mesh, p) for x, p in zip(leaves, splits, strict=True)]
-        masters, state = treedef.unflatten(leaves)
-        # An array for each, though all are zeros: states are donated.
-        step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-        norm = jnp.zeros((), jnp.float32)
-        shape = 1 if inside else math.prod(sizes), len(placed)
-        gaps = jnp.full(shape, jnp.inf, jnp.float32)  # nothing is known before the first update
-        if inside:
-            gaps = axis.to_varying(gaps)
-        elif is_outside(axis, params):
-            gaps = resharded(gaps, mesh_of(params), P(axis.name))
-        pending = None
-        if deferred:
-            pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), total)
-        gaps = PerWorker(gaps, axis.name, renews=True)
-        told = gaps, splits, padding, pending, norm, in_a_row
-        return ShardedState(step, skipped, masters, state, *told)
+        return _Start(inner, total, specs, deferred)(params)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -311,7 +253,9 @@ def sharded(
                 "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
                 "names) and take gradients by dq.value_and_grad(reduce=False)"
             )
-        return _outside(step, axis, updates, state, params, extra)
+        from dynamiq_jax.experimental.explicit_mesh.explicit_updates import update_outside
+
+        return update_outside(step, axis, updates, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -392,36 +336,118 @@ def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
     return found
 
 
-# --- One update -----------------------------------------------------------------------------------
+# --- The first state ------------------------------------------------------------------------------
 
 
-def _outside(
-    step: Callable[..., Any], axis: Axis, updates: Any, state: ShardedState, params: Any, extra: Any
-) -> Any:
-    """``step`` under a map over the whole mesh, for gradients that are unreduced outside of it."""
-    mesh = mesh_of((updates, params))
+class _Layout(NamedTuple):
+    """The shapes of the whole masters and of their inner state, and how mesh axes split them."""
 
-    def spec_of(x: Any) -> P:
-        found = jax.typeof(x).sharding.spec
-        return P(*found.partitions, unreduced=found.unreduced)
+    masters: Any
+    inner: Any
+    splits: tuple[P, ...]
+    """The spec of every leaf of ``(masters, inner)``."""
+    padding: tuple[Padding, ...]
+    """The zeros at the end of each of these leaves."""
+    counts: Mapping[str, int]
+    """The number of slices that every axis makes of an array that `_Start` has."""
 
-    check_axes(updates, axis, mesh)
-    terms = jax.tree.map(spec_of, updates)
-    moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
-    if not any(moved):
-        warn(
-            f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
-            "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
+    @property
+    def placed(self) -> tuple[P, ...]:
+        """The specs of the masters."""
+        return self.splits[: len(jax.tree.leaves(self.masters))]
+
+
+class _Start(NamedTuple):
+    """The state before the first update, by the arguments of `sharded`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    total: Reduction
+    specs: Any
+    deferred: bool
+
+    def __call__(self, params: Any) -> ShardedState:
+        """This worker's part of the state inside of a map, and the whole state outside."""
+        axis, compression = self.total.axis, self.total.compression
+        sizes, inside = known_sizes(axis, "sharded")
+        assert sizes is not None
+        placed = _places(params, axis, sizes, compression, self.specs, inside)
+        masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+        layout = self._layout(masters, placed, sizes, inside)
+        if inside:
+            masters, inner = self._slices(masters, layout)
+        else:
+            masters, inner = self._wholes(masters, layout, params)
+        # An array for each, though all are zeros: states are donated.
+        step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
+        norm = jnp.zeros((), jnp.float32)
+        gaps = self._gaps(params, 1 if inside else math.prod(sizes), inside)
+        pending = None
+        if self.deferred:
+            pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), self.total)
+        told = gaps, layout.splits, layout.padding, pending, norm, in_a_row
+        return ShardedState(step, skipped, masters, inner, *told)
+
+    def _layout(
+        self, masters: Any, placed: list[P], sizes: tuple[int, ...], inside: bool
+    ) -> _Layout:
+        """The whole shapes, specs and padding of the masters and of the inner state."""
+        axis = self.total.axis
+        names = frozenset().union(*map(axes_of, placed))
+        counts = {name: lax.axis_size(name) if inside else 1 for name in names}
+        # Inside a map parameters are whole but for other axes than ours.
+        others = {name: 1 if name in axis.names else count for name, count in counts.items()}
+        whole = whole_arrays(masters, placed, others, [Padding()] * len(placed))
+        like = jax.eval_shape(self.inner.init, whole)
+        splits = (*placed, *_splits_of_state(like, whole, placed))
+        workers = dict(zip(axis.names, sizes, strict=True))
+        pairs = zip(jax.tree.leaves((whole, like)), splits, strict=True)
+        padding = tuple(padding_of(x.shape, p, workers) for x, p in pairs)
+        return _Layout(whole, like, splits, padding, counts)
+
+    def _state_of(self, layout: _Layout, masters: Any) -> Any:
+        """The inner optimizer's state for slices of masters."""
+        placed, own = layout.placed, layout.splits[len(layout.placed) :]
+        whole, counts = (layout.masters,), layout.counts
+        return on_slices(self.inner.init, (masters,), whole, placed, layout.inner, own, counts)
+
+    def _slices(self, masters: Any, layout: _Layout) -> tuple[Any, Any]:
+        """This worker's slices of the masters and of the inner state, inside of a map."""
+        axis, placed = self.total.axis, layout.placed
+        leaves, treedef = jax.tree.flatten(masters)
+        triples = zip(leaves, placed, layout.padding[: len(placed)], strict=True)
+        found = [own_slice(x, split_of(p, axis.names), axis, zeros) for x, p, zeros in triples]
+        masters = treedef.unflatten(found)
+        leaves, treedef = jax.tree.flatten((masters, self._state_of(layout, masters)))
+        triples = zip(leaves, layout.splits, layout.padding, strict=True)
+        return treedef.unflatten(
+            axis.to_varying(zeros.cleared(x, axis)) if split_of(p, axis.names) else x
+            for x, p, zeros in triples
         )
-    own, after = jax.tree.map(spec_of, params), state.specs()
-    run = jax.shard_map(
-        functools.partial(step, op="sum", moved=moved),
-        mesh=mesh,
-        in_specs=(terms, after, own, P()),
-        out_specs=(own, after),
-        check_vma=False,
-    )
-    return run(updates, state, params, extra)
+
+    def _wholes(self, masters: Any, layout: _Layout, params: Any) -> tuple[Any, Any]:
+        """The whole masters and the whole inner state, padded, outside of maps."""
+        state = self.inner.init(masters)
+        # Refuses what slices cannot have.
+        jax.eval_shape(functools.partial(self._state_of, layout), masters)
+        leaves, treedef = jax.tree.flatten((masters, state))
+        leaves = [zeros.padded(x) for zeros, x in zip(layout.padding, leaves, strict=True)]
+        if is_outside(self.total.axis, params):  # types say where leaves are, as `splits` do
+            mesh = mesh_of(params)
+            leaves = [resharded(x, mesh, p) for x, p in zip(leaves, layout.splits, strict=True)]
+        return treedef.unflatten(leaves)
+
+    def _gaps(self, params: Any, count: int, inside: bool) -> PerWorker:
+        """The distances of masters from copies: before the first update none is known."""
+        axis = self.total.axis
+        gaps = jnp.full((count, len(jax.tree.leaves(params))), jnp.inf, jnp.float32)
+        if inside:
+            gaps = axis.to_varying(gaps)
+        elif is_outside(axis, params):
+            gaps = resharded(gaps, mesh_of(params), P(axis.name))
+        return PerWorker(gaps, axis.name, renews=True)
+
+
+# --- One update -----------------------------------------------------------------------------------
 
 
 def _slices(wholes: list[Array], total: Reduction) -> list[Array]:
@@ -434,6 +460,53 @@ def _some(tree: Any, values: dict[int, Array]) -> Any:
     """A tree like ``tree`` with some of its leaves, by their indices."""
     treedef = jax.tree.structure(tree)
     return treedef.unflatten(map(values.get, range(treedef.num_leaves)))  # `None`: no leaf
+
+
+class _Leaves(NamedTuple):
+    """The leaves of the parameters in one update, and how axes split their masters."""
+
+    treedef: Any
+    copies: list[Array]
+    """The whole parameters."""
+    slices: list[Array]
+    """This worker's slices of them."""
+    placed: list[P]
+    """The spec of every master."""
+    total: Reduction
+    """The reduction of the gradients, which has the splits and the padding of the leaves."""
+    sizes: Mapping[str, int]
+    """The sizes of the axes in these specs."""
+
+    def followed(self, masters: list[Array], gaps: Array, step: Array) -> Any:
+        """The masters; a master takes its copy's value if the user has changed the copy."""
+        # Leaves that are not split travel exactly: their masters are the copies, but for rounding.
+        splits = self.total.splits
+        limits = [gap if split else 0.0 for gap, split in zip(gaps, splits, strict=True)]
+        found = zip(masters, self.slices, limits, strict=True)
+        return self.treedef.unflatten(_followed(x, copy, gap, step) for x, copy, gap in found)
+
+    def gaps(self, masters: Any, differences: list[Array]) -> list[Any]:
+        """The largest distance of each leaf's masters from copies that have moved."""
+        moved_by, splits = _slices(differences, self.total), self.total.splits
+        found = zip(jax.tree.leaves(masters), self.slices, moved_by, splits, strict=True)
+        return [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in found]
+
+    def exact_differences(self, masters: Any) -> list[Array]:
+        """The differences of leaves that are not split, which all workers know, and zeros."""
+        leaves = zip(jax.tree.leaves(masters), self.copies, self.total.splits, strict=True)
+        return [
+            jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
+            for master, x, split in leaves
+        ]
+
+    def on_other_axes(self, gaps: list[Any]) -> Array:
+        """The distances as f32[L]: the largest ones over other axes, which also split leaves."""
+        axis = self.total.axis
+        far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, gaps))))
+        if names := tuple(sorted(self.sizes.keys() - {*axis.names})):
+            others = Axis(names)
+            far = others.pmax(others.to_varying(far))
+        return far
 
 
 class _Update(NamedTuple):
@@ -456,23 +529,10 @@ class _Update(NamedTuple):
         moved: list[bool],
     ) -> tuple[Any, ShardedState]:
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
-        copies, treedef = jax.tree.flatten(params)
-        placed = jax.tree.leaves(state.specs().masters)
-        axis, zeros = self.total.axis, state.padding[: len(placed)]
-        total = dataclasses.replace(self.total, op=op).placed(placed, padding=zeros)
-        held = jax.tree.leaves(state.masters)
-        self._check_copies(params, held, total)
-        own = _slices(copies, total)
-        if self.check_every:
-            compare = functools.partial(assert_same_on_workers, axis=axis, what="the copy")
-            lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
-
-        gaps = state.gaps.own()
-        # Leaves that are not split travel exactly: their masters are the copies, but for rounding.
-        limits = [gap if split else 0.0 for gap, split in zip(gaps, total.splits, strict=True)]
-        pairs = zip(held, own, limits, strict=True)
-        masters = treedef.unflatten(_followed(x, copy, gap, state.step) for x, copy, gap in pairs)
-        state = dataclasses.replace(state, masters=masters)
+        held, gaps = jax.tree.leaves(state.masters), state.gaps.own()
+        given = self._leaves(state, held, params, op)
+        followed = given.followed(held, gaps, state.step)
+        state = dataclasses.replace(state, masters=followed)
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
@@ -480,28 +540,13 @@ class _Update(NamedTuple):
         if self._are_slices(terms, held, params):
             means = [x.astype(jnp.float32) for x in terms]
         else:
-            means = self._means(terms, params, total, for_gradients, moved)
-        means = [p.cleared(x, axis) for p, x in zip(zeros, means, strict=True)]  # of their noise
-        norm = _norm(means, placed)
+            means = self._means(terms, params, given.total, for_gradients, moved)
+        pairs = zip(given.total.padding, means, strict=True)
+        means = [p.cleared(x, given.total.axis) for p, x in pairs]  # of their noise
+        norm = _norm(means, given.placed)
         finite = jnp.isfinite(norm)
-        if self.max_norm is not None:
-            means = [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
-        gradients = treedef.unflatten(means)
-        sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
-        like = whole_arrays((state.masters, state.inner), state.splits, sizes, state.padding)
-        steps, inner = on_slices(
-            lambda g, s, p: self.inner.update(g, s, p, **extra),
-            (gradients, state.inner, state.masters),
-            (like[0], like[1], like[0]),
-            (*placed, *state.splits[len(placed) :], *placed),
-            like,
-            state.splits,
-            sizes,
-        )
-        masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
-        leaves, both = jax.tree.flatten((masters, inner))
-        pairs = zip(state.padding, leaves, strict=True)
-        masters, inner = both.unflatten(p.cleared(x, axis) for p, x in pairs)
+        gradients = given.treedef.unflatten(self._clipped(means, norm))
+        masters, inner = self._stepped(state, gradients, given, extra)
         masters, inner = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old),
             (masters, inner),
@@ -509,34 +554,59 @@ class _Update(NamedTuple):
         )
         pending = state.pending
         if pending is None:
-            found = self._differences(masters, own, total, for_differences)
-            moved_by = _slices(found, total)
-            sums = zip(jax.tree.leaves(masters), own, moved_by, total.splits, strict=True)
-            after = [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in sums]
-        else:  # leaves that are not split stay exact: all workers know their differences
+            found = self._differences(masters, given.slices, given.total, for_differences)
+            after = given.gaps(masters, found)
+        else:
             pending.check_taken()
-            ends = zip(jax.tree.leaves(masters), copies, total.splits, strict=True)
-            found = [
-                jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
-                for master, x, split in ends
-            ]
+            found = given.exact_differences(masters)
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
             # The copy moves after the update: no distance tells of a change.
-            after = [jnp.inf if split else 0.0 for split in total.splits]
-        far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, after))))
-        if names := tuple(sorted(sizes.keys() - {*axis.names})):  # these split leaves further
-            others = Axis(names)
-            far = others.pmax(others.to_varying(far))
-        after = jnp.where(finite, far, gaps)
-        added = treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
-        skipped = state.skipped + (1 - finite.astype(jnp.int32))
-        in_a_row = state.skipped_in_a_row
-        in_a_row = None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1)
-        norm = None if state.norm is None else norm
-        told = masters, inner, state.gaps.after(after), state.splits, state.padding
-        told = *told, pending, norm, in_a_row
-        return added, ShardedState(state.step + 1, skipped, *told)
+            after = [jnp.inf if split else 0.0 for split in given.total.splits]
+        after = jnp.where(finite, given.on_other_axes(after), gaps)
+        added = given.treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
+        own = {"masters": masters, "inner": inner, "pending": pending}
+        return added, _counted(state, finite, norm, gaps=state.gaps.after(after), **own)
+
+    def _leaves(self, state: ShardedState, masters: list[Array], params: Any, op: Op) -> _Leaves:
+        """The leaves of the parameters; checks their shapes and, at times, that they are equal."""
+        copies, treedef = jax.tree.flatten(params)
+        placed = jax.tree.leaves(state.specs().masters)
+        total = dataclasses.replace(self.total, op=op)
+        total = total.placed(placed, padding=state.padding[: len(placed)])
+        self._check_copies(params, masters, total)
+        own = _slices(copies, total)
+        if self.check_every:
+            compare = functools.partial(assert_same_on_workers, axis=total.axis, what="the copy")
+            lax.cond(state.step % self.check_every == 0, compare, lambda _: None, copies)
+        sizes = {name: lax.axis_size(name) for name in frozenset().union(*map(axes_of, placed))}
+        return _Leaves(treedef, copies, own, placed, total, sizes)
+
+    def _clipped(self, means: list[Array], norm: Array) -> list[Array]:
+        """The gradient, scaled down to the largest norm if its norm is larger."""
+        if self.max_norm is None:
+            return means
+        return [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
+
+    def _stepped(
+        self, state: ShardedState, gradients: Any, given: _Leaves, extra: Mapping[str, Any]
+    ) -> tuple[Any, Any]:
+        """The masters and the inner state after a step of the inner optimizer."""
+        placed = given.placed
+        like = whole_arrays((state.masters, state.inner), state.splits, given.sizes, state.padding)
+        steps, inner = on_slices(
+            lambda g, s, p: self.inner.update(g, s, p, **extra),
+            (gradients, state.inner, state.masters),
+            (like[0], like[1], like[0]),
+            (*placed, *state.splits[len(placed) :], *placed),
+            like,
+            state.splits,
+            given.sizes,
+        )
+        masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
+        leaves, both = jax.tree.flatten((masters, inner))
+        pairs = zip(state.padding, leaves, strict=True)
+        return both.unflatten(p.cleared(x, given.total.axis) for p, x in pairs)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
@@ -608,6 +678,19 @@ class _Update(NamedTuple):
             gathered = total.some(own).gather(_some(masters, own), key)
         whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
         return [whole.get(i, x) for i, x in enumerate(found)]
+
+
+def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> ShardedState:
+    """The next state: it has its ``own`` new fields, and counts the update or its skipping."""
+    in_a_row = state.skipped_in_a_row
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        skipped=state.skipped + (1 - finite.astype(jnp.int32)),
+        norm=None if state.norm is None else norm,
+        skipped_in_a_row=None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1),
+        **own,
+    )
 
 
 def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Array:

@@ -9,9 +9,9 @@ from jax import Array
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.explicit_sums import is_outside, reduce_outside
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import WorkerGradients, reduce_terms
 from dynamiq_jax.topologies import AnyTopology
@@ -190,5 +190,8 @@ def reducer_for(total: Reduction, tree: Any) -> Callable[..., Reduced]:
     """The function that reduces ``tree``, by whether the call is inside of a map or outside."""
     if isinstance(tree, WorkerGradients):
         return functools.partial(reduce_terms, total)
-    outside = is_outside(total.axis, tree)
-    return functools.partial(reduce_outside, total) if outside else total.reduce
+    if not is_outside(total.axis, tree):
+        return total.reduce
+    from dynamiq_jax.experimental.explicit_mesh.explicit_sums import reduce_outside
+
+    return functools.partial(reduce_outside, total)

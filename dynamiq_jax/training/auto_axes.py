@@ -25,6 +25,7 @@ from dynamiq_jax.reduction.buckets import share_of, weigh
 from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import WorkerGradients
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
+from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_above_one,
@@ -88,16 +89,14 @@ class AutoGrad:
 
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
-    Without ``reduces`` the gradients of all workers come back stacked, as `WorkerGradients`. A loss
-    that is ``suspicious`` may close over arrays of the traced program around it.
+    Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
+    `WorkerGradients`. A loss that is ``suspicious`` may close over arrays of the traced program
+    around it.
     """
 
     loss: Callable[[Any, Any], Any]
     mesh: Mesh | AbstractMesh
-    total: Reduction
-    has_aux: bool
-    metrics: bool
-    reduces: bool
+    wanted: Wanted
     specs: Any
     batch_specs: Callable[[Any], list[tuple[str, P | None]]]
     aux: Any
@@ -107,7 +106,7 @@ class AutoGrad:
     @property
     def axis(self) -> Axis:
         """The data axes."""
-        return self.total.axis
+        return self.wanted.total.axis
 
     @property
     def counting(self) -> tuple[str, ...]:
@@ -149,8 +148,8 @@ class AutoGrad:
         placed = _placed(params, self.specs, self.mesh, hidden)
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
-            self.total.check_scatter(state, self.metrics)
-            if not self.reduces:
+            self.wanted.total.check_scatter(state, self.wanted.metrics)
+            if not self.wanted.reduces:
                 raise NotImplementedError(
                     f"parameters are sharded over the data axes {axes}, and with reduce=False "
                     "every worker would keep whole gradients; leave reduce=False out, or replicate "
@@ -165,12 +164,12 @@ class AutoGrad:
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
-        total = dataclasses.replace(self.total, specs=tree.unflatten(opened))
+        total = dataclasses.replace(self.wanted.total, specs=tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
-        of_found: Any = Reduced(of_grads if self.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
+        of_found: Any = Reduced(of_grads if self.wanted.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
 
         def mapped(recorded: Recorded | None) -> Callable[..., Any]:
             return jax.shard_map(
@@ -187,15 +186,15 @@ class AutoGrad:
             recorded = self._recorded(known.told, refused)
             value, aux, found = mapped(recorded)(params, key, state, arrays)
         if others:
-            leading = () if self.reduces else (axis.name,)
+            leading = () if self.wanted.reduces else (axis.name,)
             specs = [P(*leading, *spec) for spec in placed]
             found = found._replace(tree=constrained(found.tree, self.mesh, specs))
-        if self.has_aux:
+        if self.wanted.has_aux:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
-        if not self.reduces:
+        if not self.wanted.reduces:
             return value, WorkerGradients(found.tree, self.mesh, axis.names, tuple(opened))
-        return value, found if self.metrics or state is not None else found.tree
+        return value, found if self.wanted.metrics or state is not None else found.tree
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
         """Parameters that are whole over the data axes; warns of many bytes."""
@@ -239,9 +238,9 @@ class AutoGrad:
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-        if self.reduces:
+        if self.wanted.reduces:
             own = jax.tree.map(lambda x: x[0], state)
-            found = total.reduce(grads, key, own, metrics=self.metrics)
+            found = total.reduce(grads, key, own, metrics=self.wanted.metrics)
         else:
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
@@ -256,9 +255,9 @@ class AutoGrad:
     ) -> tuple[Any, Any, Any]:
         """((value, aux), the gradients, the weight) of one worker."""
         data = told.join(arrays)
-        value, grads = jax.value_and_grad(self.loss, has_aux=self.has_aux)(params, data)
+        value, grads = jax.value_and_grad(self.loss, has_aux=self.wanted.has_aux)(params, data)
         weight = None if self.weight is None else self.weight(params, data)
-        return (value if self.has_aux else (value, None)), grads, weight
+        return (value if self.wanted.has_aux else (value, None)), grads, weight
 
     def _recorded(self, told: StaticArguments, refused: "_RefusedError") -> Recorded:
         """The loss and its derivative, traced where the data axes are automatic.

@@ -16,14 +16,14 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
+from dynamiq_jax.core.meshes import is_explicit, mesh_of
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.explicit_sums import is_explicit, mesh_of
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, closed_over
 from dynamiq_jax.training.batches import leaf_specs
-from dynamiq_jax.training.explicit_axes import ExplicitGrad
-from dynamiq_jax.tree.placement import axes_of, check_nodes, restrict_spec
+from dynamiq_jax.training.wanted import Wanted, apart, together
+from dynamiq_jax.tree.placement import check_nodes
 
 
 def value_and_grad(
@@ -169,46 +169,6 @@ def value_and_grad(
     return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight))
 
 
-class Wanted(NamedTuple):
-    """The parameters that are differentiated and the results, on axes of either type."""
-
-    total: Reduction
-    argnums: int | tuple[int, ...]
-    has_aux: bool
-    metrics: bool
-    reduces: bool
-    gathers: bool
-    allow_int: bool = False
-
-    @property
-    def positions(self) -> "_Positions":
-        """Which positional arguments are parameters."""
-        return _Positions(self.argnums)
-
-    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        """``function`` of parameters and of ``(other positional arguments, keywords)``.
-
-        With ``allow_int`` these end with the parameters' integers.
-        """
-        if not self.allow_int:
-            return self.positions.joined(function)
-        whole = self.total.axis.names if self.gathers else ()
-        return _with_integers(self.positions, whole, function)
-
-    def check(self, weight: Callable[..., Any] | None) -> None:
-        """Refuses what does not go together."""
-        if self.total.op == "sum" and weight is not None:
-            raise ValueError(
-                "op='sum' and weight=: weights are for the mean of means; leave one of them out"
-            )
-        if self.allow_int and not self.reduces:
-            raise ValueError(
-                "reduce=False and allow_int=True: gradients of integers have dtype float0, which "
-                "no reduction takes; pass integers in an argument of the loss that argnums= does "
-                "not name"
-            )
-
-
 class ForAuto(NamedTuple):
     """The arguments of `value_and_grad` that Auto axes alone take."""
 
@@ -245,7 +205,7 @@ def gradients(
         params, others = wanted.positions.split(args)
         _check_params(params, allow_int)
         within = on(mesh_around(params) if mesh is None else mesh)
-        moving, *integers = _apart(params) if allow_int else (params,)
+        moving, *integers = apart(params) if allow_int else (params,)
         context, run = within(moving, (others, kwargs, *integers), key=key, state=state)
         with context:
             value, found = run()
@@ -260,15 +220,10 @@ def _on_explicit_axes(
     loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
     """A function of parameters and data: the context of the derivative, and what runs in it."""
+    from dynamiq_jax.experimental.explicit_mesh.explicit_axes import ExplicitGrad
+
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    grad = ExplicitGrad(
-        mesh=abstract,
-        total=wanted.total,
-        has_aux=wanted.has_aux,
-        metrics=wanted.metrics,
-        reduces=wanted.reduces,
-        gathers=wanted.gathers,
-    )
+    grad = ExplicitGrad(abstract, wanted)
     run = grad.without_unit_axes if 1 in abstract.axis_sizes else grad
     return _in_context(functools.partial(run, wanted.joined(loss_fn)), mesh)
 
@@ -282,10 +237,7 @@ def _on_auto_axes(
     return AutoGrad(
         loss=wanted.joined(loss_fn),
         mesh=mesh,
-        total=wanted.total,
-        has_aux=wanted.has_aux,
-        metrics=wanted.metrics,
-        reduces=wanted.reduces,
+        wanted=wanted,
         specs=for_auto.specs,
         batch_specs=specs_of,
         aux=for_auto.aux,
@@ -307,82 +259,12 @@ def _specs_of(
     return found + [("parameter" + jax.tree_util.keystr(path[1:]), P()) for path, _ in integers]
 
 
-class _Positions(NamedTuple):
-    """The positional arguments that are parameters, by one index or several, also negative ones."""
-
-    argnums: int | tuple[int, ...]
-
-    def among(self, count: int) -> list[int]:
-        """The indices of the parameters, for this number of arguments."""
-        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
-        if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
-            raise ValueError(
-                f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
-                "each number once, and parameters by position"
-            )
-        return [i % count for i in numbers]
-
-    def split(self, args: tuple) -> tuple[Any, tuple]:
-        """The parameters, and the other arguments."""
-        numbers = self.among(len(args))
-        params = tuple(args[i] for i in numbers)
-        others = tuple(x for i, x in enumerate(args) if i not in numbers)
-        return params[0] if isinstance(self.argnums, int) else params, others
-
-    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
-        """``function`` of parameters and ``(other positional arguments, keywords)``."""
-
-        def run(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
-            params = (params,) if isinstance(self.argnums, int) else params
-            args = list(data[0])
-            numbers = self.among(len(params) + len(args))
-            for i in sorted(numbers):
-                args.insert(i, params[numbers.index(i)])
-            return function(*args, **data[1])
-
-        return run
-
-
-def _apart(params: Any) -> tuple[Any, Any]:
-    """The leaves with gradients, and the other leaves, in trees with `None` for the rest."""
-    moves = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
-    return (
-        jax.tree.map(lambda x: x if moves(x) else None, params),
-        jax.tree.map(lambda x: None if moves(x) else jnp.asarray(x), params),
-    )
-
-
-def _together(tree: Any, rest: Any) -> Any:
-    """The tree that `_apart` split into these two."""
-    return jax.tree.map(lambda x, y: y if x is None else x, tree, rest, is_leaf=lambda x: x is None)
-
-
-def _with_integers(
-    positions: _Positions, axes: tuple[str, ...], function: Callable[..., Any]
-) -> Callable[[Any, Any], Any]:
-    """A ``function`` of parameters and of data that end with the parameters' integers.
-
-    Integers that are sharded over these axes, according to their types, are gathered.
-    """
-    run = positions.joined(function)
-
-    def whole(x: Any) -> Any:
-        found = jax.typeof(x).sharding
-        if not axes_of(found.spec) & {*axes}:
-            return x
-        return jax.reshard(
-            x, restrict_spec(found.spec, [n for n in found.mesh.axis_names if n not in axes])
-        )
-
-    return lambda params, data: run(_together(params, jax.tree.map(whole, data[2])), data[:2])
-
-
 def _with_float0(found: Any, integers: Any) -> Any:
     """Gradients, or a `Reduced`, with zeros of dtype float0 for the integers."""
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), integers)
     if isinstance(found, Reduced):
-        return found._replace(tree=_together(found.tree, zeros))
-    return _together(found, zeros)
+        return found._replace(tree=together(found.tree, zeros))
+    return together(found, zeros)
 
 
 def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:

@@ -210,6 +210,29 @@ def test_pushed_payloads_give_the_bits_of_other_transports(options, size, check_
     assert 1e-6 < sum_error(total[0], x) < 1e-1
 
 
+@pytest.mark.parametrize("rounding", ["antithetic", "independent"])
+@pytest.mark.parametrize("dither", [True, False])
+def test_a_push_without_a_key_agrees_on_a_seed(dither, rounding):
+    mesh = _pushing(_mesh())
+    method = dq.DynamiQ(bits=4, plan=False, dither=dither, rounding=rounding)
+    method = dq.Compression(method, min_bucket_size=1, min_bucket_bytes=0)
+    x = jax.random.normal(jax.random.key(3), (mesh.size, 2**21 + 77))
+    x = jax.device_put(x, NamedSharding(mesh, P("data")))
+
+    def run(transport, x):
+        route = dq.Direct(transport=transport, streams=1)
+        one = lambda x: dq.psum(x[0], "data", compression=method, topology=route)[None]
+        mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+        return np.asarray(dq.jit(mapped)(x))
+
+    total, other = run("push", x), run("collectives", x)
+    np.testing.assert_array_equal(total, np.broadcast_to(total[:1], total.shape))
+    np.testing.assert_array_equal(total, run("push", x))
+    # A decoder with the noise of another seed would err by more.
+    assert 0.9 < sum_error(total[0], x) / sum_error(other[0], x) < 1.1
+    assert not np.array_equal(total, run("push", 2 * x) / 2)  # another gradient, other noise
+
+
 @pytest.mark.parametrize("axes", [("a",), ("b",), ("a", "b")])
 @pytest.mark.parametrize("words", [4 * 70_000, 2**20 + 3, 5])
 def test_pushes_bring_what_collectives_bring(axes, words):

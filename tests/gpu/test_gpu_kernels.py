@@ -6,7 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_runs import FORMATS, dealt, energies, kernels_of, operands, payloads, run
+from kernel_runs import (
+    FORMATS,
+    MX,
+    assert_same_mx,
+    dealt,
+    energies,
+    kernels_of,
+    mx_gradients,
+    mx_results,
+    operands,
+    payloads,
+    run,
+)
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
@@ -69,3 +81,21 @@ def test_plans_are_those_of_the_reference(size):
     )
     for field, one, other in zip(expected._fields, expected, actual, strict=True):
         jax.tree.map(partial(np.testing.assert_array_equal, err_msg=field), one, other)
+
+
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "not finite"])
+@pytest.mark.parametrize("name", MX)
+def test_mx_kernels_give_the_bits_of_xla(name, finite):
+    """XLA's program runs on the GPU, too, where sums keep subnormal numbers."""
+    dtype, size = (jnp.bfloat16, 100_003) if len(name) % 2 else (jnp.float32, 2**17)
+    x = mx_gradients(size, finite=finite)
+    expected, actual = (mx_results(MX[name], x, dtype, of) for of in ("jnp", "triton"))
+    assert_same_mx(actual, expected, finite=finite)
+
+
+@pytest.mark.parametrize("size", [2**20, 2**24 + 128])
+def test_mx_kernels_of_many_programs_give_the_bits_of_xla(size):
+    method = dq.comparators.MXFP8()
+    x = mx_gradients(size, finite=True)
+    expected, actual = (mx_results(method, x, jnp.bfloat16, of) for of in ("jnp", "triton"))
+    assert_same_mx(actual, expected, finite=True)

@@ -286,7 +286,7 @@ def parse_method(text: str, topology: Any) -> Contender:
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         reduce=partial(reduce, compression=compression),
         wire_bytes=wire_bytes,
-        backend=resolve_backend(method.backend) if isinstance(method, dq.DynamiQ) else "xla",
+        backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
         topology=topology,
         remembers=method.needs_state,
     )

@@ -23,6 +23,8 @@ class SharedPlan(NamedTuple):
     plan: Plan
     noise: UInt[Array, "slots 8"]
     """The randomness of every slot."""
+    part: UInt[Array, " 2"] | None = None
+    """This worker's part of the seed, if a push kernel adds up the parts of all workers."""
 
 
 def shared_plan(
@@ -136,7 +138,8 @@ class _Codec:
 
     def push(self, axis: Axis) -> Array:
         """See `ChunkCodec.push`."""
-        (plan, noise), layout = self.shared, self.layout
+        (plan, noise, part), layout = self.shared, self.layout
+        noise = noise if part is None else axis.to_varying(part)
         source, result = self.own._replace(x=axis.to_varying(self.own.x)), self._sums(layout.rows)
         words, even = layout.payload_words, not layout.planned and layout.shards == 1
         told = {"fmt": layout.fmt, "even": even}
@@ -161,7 +164,7 @@ class _Codec:
 
     def _target(self, encoder: Encoder) -> pk.Target:
         """Where and by which randomness an encoder's payloads are written."""
-        (plan, noise), stage = self.shared, encoder.stage
+        (plan, noise, _), stage = self.shared, encoder.stage
         return pk.Target(plan.tiles[stage], noise[encoder.slot], self.layout.payload_words[stage])
 
     def _less_means(self, start: Array | None = None) -> pk.Result:

@@ -12,6 +12,7 @@ from jaxtyping import Float
 
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Varying
+from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.fields import check_fields
@@ -344,6 +345,14 @@ class DynamiQ(HopMethod):
     def share(self, message: Array, layout: Layout, call: Call) -> SharedPlan:
         """The plan that is computed from the sums."""
         return shared_plan(message, call.seed, layout, call.n_slots, self.backend)
+
+    def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> SharedPlan:
+        """See `HopMethod`. A push kernel adds up the parts of the seed, if it needs no plan."""
+        shared = HopMethod.agreed(self, x, layout, call)
+        pushed = call.topology is not None and call.topology.transport == "push"
+        if not pushed or layout.planned or self.rounding == "correlated" or call.seed.ndim:
+            return shared
+        return shared._replace(part=seed_of(call.seed, sampled(x, layout)))
 
     def codec(
         self, x: Float[Array, " d"], shared: SharedPlan, layout: Layout, call: Call

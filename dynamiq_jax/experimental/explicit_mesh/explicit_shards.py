@@ -18,13 +18,13 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import inner_jaxprs, name_of, traced_for, with_constants
+from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
+from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.reduction.explicit_sums import (
+from dynamiq_jax.experimental.explicit_mesh.compat import traced_for
+from dynamiq_jax.experimental.explicit_mesh.explicit_sums import (
     large_leaves,
-    mesh_of,
     reduce_unreduced,
-    resharded,
     scattered_spec,
 )
 from dynamiq_jax.reduction.reduction import Reduction

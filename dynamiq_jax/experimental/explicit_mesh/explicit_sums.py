@@ -1,7 +1,7 @@
 """Reductions outside of maps: of values that JAX's types call unreduced over Explicit axes.
 
 An unreduced array is a sum that nobody has done yet: every device along the axis holds a term of
-it. JAX types gradients so where parameters are typed as reduced, see `training.explicit_axes`.
+it. JAX types gradients so where parameters are typed as reduced, see `explicit_axes`.
 """
 
 import dataclasses
@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import zero_tangent
+from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -28,26 +30,6 @@ from dynamiq_jax.tree.placement import (
     placed_leaves,
     restrict_spec,
 )
-
-
-def mesh_of(tree: Any) -> AbstractMesh:
-    """The mesh of `jax.set_mesh`, else that of the first leaf that has one; it may be empty."""
-    meshes = [get_abstract_mesh()]
-    meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
-    return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
-
-
-def is_explicit(mesh: AbstractMesh) -> bool:
-    """Whether JAX's types say how arrays lie on every axis of the mesh."""
-    return not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
-
-
-def is_outside(axis: Axis, tree: Any) -> bool:
-    """Whether a collective is called outside of maps, on an Explicit mesh that has its axes."""
-    if axis.groups is not None or axis.mapped:
-        return False
-    mesh = mesh_of(tree)
-    return is_explicit(mesh) and set(axis.names) <= set(mesh.axis_names)
 
 
 def reduce_outside(
@@ -148,10 +130,17 @@ def _with_exact_tangent(
         results, structure = jax.tree.flatten(found)
         pairs = zip(jax.tree.leaves(tangents[0]), results, strict=False)
         exact = [resharded(x, mesh, P(*jax.typeof(y).sharding.spec.partitions)) for x, y in pairs]
-        rest = map(zero_tangent, results[len(exact) :])
+        rest = map(_zero_tangent, results[len(exact) :])
         return found, structure.unflatten([*exact, *rest])
 
     return summed
+
+
+def _zero_tangent(x: Array) -> Array | np.ndarray:
+    """The tangent of a constant: zeros, of dtype float0 for integers."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def _refuse_vmap(size: int, *_: Any) -> Any:
@@ -170,14 +159,6 @@ def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMes
     leaves, _ = placed_leaves(tree, mesh, specs)
     grouping = total.compression.group(leaves, tuple(mesh.shape[name] for name in axes))
     return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
-
-
-def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
-    """``x`` as the spec says; nothing happens to an array that its type says is so."""
-    if isinstance(x, Array) and not jax.typeof(x).sharding.mesh.empty:
-        if jax.typeof(x).sharding.spec == spec:
-            return x
-    return jax.reshard(x, NamedSharding(mesh, spec))
 
 
 def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:

@@ -20,27 +20,29 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import linear_program, name_of, refusals, traced_for
+from dynamiq_jax.core.compat import name_of
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
+from dynamiq_jax.core.meshes import resharded
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import State
-from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.explicit_sums import (
-    large_leaves,
-    reduce_unreduced,
-    resharded,
-    unreduced_axes,
-)
-from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
-from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
-from dynamiq_jax.training.explicit_shards import (
+from dynamiq_jax.experimental.explicit_mesh.compat import linear_program, refusals, traced_for
+from dynamiq_jax.experimental.explicit_mesh.explicit_shards import (
     BACKWARD,
     MARKS,
     gathered_before,
     gathers,
     inputs_of,
 )
-from dynamiq_jax.training.uses import Uses, parameter, per_use, value_of
+from dynamiq_jax.experimental.explicit_mesh.explicit_sums import (
+    large_leaves,
+    reduce_unreduced,
+    unreduced_axes,
+)
+from dynamiq_jax.experimental.explicit_mesh.uses import Uses, parameter, per_use, value_of
+from dynamiq_jax.methods import State
+from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.reduction import warn_of_gather
+from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
+from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_above_one,
@@ -102,21 +104,17 @@ class _Program(NamedTuple):
 class ExplicitGrad(NamedTuple):
     """How to differentiate a loss of global arrays, and how to sum its gradients.
 
-    If it does not reduce, gradients of deferred leaves stay unreduced. If it gathers, leaves that
-    data axes shard are whole in the loss.
+    Without ``wanted.reduces`` the gradients of deferred leaves stay unreduced. With
+    ``wanted.gathers`` the loss takes whole leaves, also of those that data axes shard.
     """
 
     mesh: AbstractMesh
-    total: Reduction
-    has_aux: bool
-    metrics: bool
-    reduces: bool
-    gathers: bool
+    wanted: Wanted
 
     @property
     def axis(self) -> Axis:
         """The data axes."""
-        return self.total.axis
+        return self.wanted.total.axis
 
     def __call__(
         self,
@@ -154,17 +152,17 @@ class ExplicitGrad(NamedTuple):
         else:
             pairs = zip(grads, given.leaves, strict=True)
             terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-            found = _Found((value, aux) if self.has_aux else value, terms, {})
+            found = _Found((value, aux) if self.wanted.has_aux else value, terms, {})
         return found.value, self._joined(given, found, key, state)
 
     def _sorted(self, params: Any) -> _Leaves:
         """Which leaf goes which way; warns of many bytes that are gathered."""
         leaves, treedef = jax.tree.flatten(params)
         placed = [P(*_spec(x).partitions) for x in leaves]
-        compressed = large_leaves(self.total, params, placed, self.mesh)
+        compressed = large_leaves(self.wanted.total, params, placed, self.mesh)
         large = {i for i in compressed if leaves[i].size > 1}
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
-        own = set() if self.gathers else sharded
+        own = set() if self.wanted.gathers else sharded
         parts, _ = placed_leaves(params, self.mesh, treedef.unflatten(map(self._whole, placed)))
         remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
         warn_of_gather([parts[i] for i in sorted(sharded - own)], remedy)
@@ -233,7 +231,7 @@ class ExplicitGrad(NamedTuple):
 
         def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
             value = loss(given.treedef.unflatten(leaves), told.join(arrays))
-            value, aux = value if self.has_aux else (value, None)
+            value, aux = value if self.wanted.has_aux else (value, None)
             return _scalar(value), aux
 
         def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
@@ -258,7 +256,7 @@ class ExplicitGrad(NamedTuple):
         terms = {i: x for i, x in terms.items() if i in found.typed}
         alone = found.wanted | ({*range(len(plain))} - terms.keys())
         sums = {i: x for i, x in enumerate(sums) if i in alone}
-        return _Found((value, aux) if self.has_aux else value, terms, sums)
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, sums)
 
     def _warn_of_native(self, given: _Leaves, found: Uses) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
@@ -289,20 +287,20 @@ class ExplicitGrad(NamedTuple):
         """The gradients, from those that are terms and those that are sums."""
         terms, sums = found.terms, found.sums
         both = terms.keys() & sums.keys()
-        if not self.reduces:
+        if not self.wanted.reduces:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
         numbers = range(len(given.leaves))
         grads = given.treedef.unflatten(terms.get(i, sums.get(i)) for i in numbers)
-        if not self.reduces:
+        if not self.wanted.reduces:
             return grads
-        total = dataclasses.replace(self.total, specs=given.treedef.unflatten(given.placed))
-        done = reduce_unreduced(total, grads, key, state, metrics=self.metrics)
+        total = dataclasses.replace(self.wanted.total, specs=given.treedef.unflatten(given.placed))
+        done = reduce_unreduced(total, grads, key, state, metrics=self.wanted.metrics)
         parts = jax.tree.leaves(done.tree)
         for i in both:
             spec = P(*_spec(parts[i]).partitions)
             parts[i] = parts[i] + resharded(sums[i], self.mesh, spec).astype(parts[i].dtype)
         done = done._replace(tree=given.treedef.unflatten(parts))
-        return done if self.metrics or state is not None else done.tree
+        return done if self.wanted.metrics or state is not None else done.tree
 
     def _added(self, terms: Array, total: Array) -> Array:
         """Terms to which one worker, the first, adds what is summed already."""
@@ -396,7 +394,7 @@ class ExplicitGrad(NamedTuple):
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
             own = zip(held, shapes, strict=True)
             found = loss(given.treedef.unflatten(x.reshape(shape) for x, shape in own), data)
-            value, aux = found if self.has_aux else (found, None)
+            value, aux = found if self.wanted.has_aux else (found, None)
             value = _scalar(value)
             # A loss that is a function of deferred parameters alone is typed as reduced, and its
             # cotangent would be unreduced: a 1 on every device.

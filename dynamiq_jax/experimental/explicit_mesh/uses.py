@@ -32,17 +32,17 @@ from dynamiq_jax.core.compat import (
     evaluate,
     inner_jaxprs,
     name_of,
-    refusals,
     with_constants,
 )
-from dynamiq_jax.training.derived import (
+from dynamiq_jax.experimental.explicit_mesh.compat import refusals
+from dynamiq_jax.experimental.explicit_mesh.derived import (
     derive,
     has_own_derivative,
     is_inexact,
     keeps_terms,
     within,
 )
-from dynamiq_jax.training.explicit_shards import Gather, gather_of
+from dynamiq_jax.experimental.explicit_mesh.explicit_shards import Gather, gather_of
 from dynamiq_jax.tree.placement import axes_of
 
 RULES = frozenset(

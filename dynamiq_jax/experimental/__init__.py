@@ -1,0 +1,1 @@
+"""Internal: code for unstable parts of JAX; a call that needs such code imports it."""

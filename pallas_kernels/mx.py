@@ -1,0 +1,308 @@
+"""The format and the arithmetic of MX floats: blocks of 32 that share a power-of-two scale.
+
+A chunk of m = 128 T coordinates has four quarters of T *blocks* each. Arrays of a chunk have the
+shape [4, T, 8, 4]: quarter, block of the quarter, *quad* of the block, coordinate of the quad. Part
+t of a chunk has block t of every quarter. It takes whole words of a payload, which are
+
+==============  =================  =============================================================
+section         words              content of a part's words
+==============  =================  =============================================================
+scale codes     T                  a byte for each quarter
+planes of bits  4 T p              p = 8, 4, 2, 1 where a code has that many bits or their sum;
+                                   the larger plane holds the lower bits of a code
+==============  =================  =============================================================
+
+A word of a plane holds a quad's coordinates of equal place in all quarters, and the next
+coordinates of the quad, until it is full. So neighbouring threads, which hold neighbouring quads
+of all quarters, move neighbouring words, and exchange nothing but the maxima of their blocks.
+
+Rounding and scaling use integer arithmetic on the bits of f32 numbers, so that the result is the
+same on backends that flush subnormal f32 numbers to zero and on those that do not. With
+``keeps_subnormals`` they multiply instead, where multiplication is known to be exact.
+"""
+
+import functools
+import math
+import operator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jaxtyping import Float, UInt32
+
+from pallas_kernels.format import QUAD, plane_shift, planes_of
+from pallas_kernels.tile import as_word
+
+BLOCK = 32
+"""The number of values that share a scale."""
+QUARTERS = 4
+"""Parts of a chunk whose scale codes share words."""
+UNIT = QUARTERS * BLOCK
+"""Coordinates with whole words of scale codes."""
+QUADS = BLOCK // QUAD
+"""The quads of a block."""
+NAN_SCALE = 255
+"""The scale code of a block with a NaN or an infinity; the codes of its elements say nothing."""
+
+_SCALE_BIAS = 127
+_MAGNITUDE = 0x7FFFFFFF  # of an f32: 8 exponent bits above 23 mantissa bits
+_MANTISSA = 0x007FFFFF
+_LEADING_ONE = 0x00800000
+_INFINITY = 0x7F800000
+_NAN = 0x7FC00000
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """A small float format: its exponent and mantissa bits, bias, and largest finite magnitude."""
+
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    max_value: float
+
+    @property
+    def bits(self) -> int:
+        """The bits of a code, its sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @property
+    def emin(self) -> int:
+        """The exponent of the smallest normal magnitude."""
+        return 1 - self.bias
+
+    @property
+    def emax(self) -> int:
+        """The exponent of `max_value`."""
+        return math.frexp(self.max_value)[1] - 1
+
+    @property
+    def max_code(self) -> int:
+        """The code of `max_value`; larger codes, if there are any, are infinity and NaN."""
+        significand = int(math.ldexp(self.max_value, self.mantissa_bits - self.emax))
+        return (self.emax - self.emin << self.mantissa_bits) + significand
+
+
+class Form(NamedTuple):
+    """The static facts of chunks and of their payloads."""
+
+    element: Element
+    stochastic: bool
+    """Whether the noise rounds; otherwise values go to the nearest element."""
+    chunk_size: int
+    """Coordinates of a chunk, a multiple of `UNIT`."""
+    interpret: bool = False
+    """Whether kernels run on Pallas' interpreter."""
+
+    @property
+    def parts(self) -> int:
+        """The parts of a chunk."""
+        return self.chunk_size // UNIT
+
+    @property
+    def blocks(self) -> int:
+        """The blocks of a chunk."""
+        return self.chunk_size // BLOCK
+
+
+def _words_of(x) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _floats_of(words) -> Array:
+    return lax.bitcast_convert_type(words, jnp.float32)
+
+
+def _fields(bits) -> tuple[Array, Array]:
+    """(e, s) of f32 bits, int32 and uint32: the magnitude is s * 2^(e - 150), 1 <= e, s < 2^24."""
+    exponent = ((bits & as_word(_MAGNITUDE)) >> 23).astype(jnp.int32)
+    leading = jnp.where(exponent > 0, as_word(_LEADING_ONE), as_word(0))
+    return jnp.maximum(exponent, 1), (bits & as_word(_MANTISSA)) | leading
+
+
+def _times_power_of_two(x, power) -> Array:
+    """x * 2^power for finite f32 x and |power| < 256, rounded toward zero if it is subnormal."""
+    bits = _words_of(x)
+    exponent, significand = _fields(bits)
+    lead = lax.clz(significand) - as_word(8)  # above 0 for subnormal x and zero
+    significand = significand << lead
+    exponent = exponent - lead.astype(jnp.int32) + power
+    # The leading one, if there is one, adds the last 1 to the exponent field.
+    normal = (jnp.maximum(exponent - 1, 0).astype(jnp.uint32) << 23) + significand
+    subnormal = significand >> jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
+    magnitude = jnp.where(exponent > 0, jnp.minimum(normal, as_word(_INFINITY)), subnormal)
+    magnitude = jnp.where(significand == 0, as_word(0), magnitude)
+    return _floats_of((bits & as_word(1 << 31)) | magnitude)
+
+
+def quantize(
+    u: Float[Array, "*shape"], element: Element, noise: UInt32[Array, "*shape"] | None
+) -> UInt32[Array, "*shape"]:
+    """The element codes of values, including subnormals; saturates at +-``max_value``.
+
+    Without noise, values are rounded to nearest, ties to even. Uniform words round stochastically:
+    up if fraction + noise / 2^32 reaches 1. For negative values the complement of the word is used.
+    """
+    bits = _words_of(u)
+    round_bits = _round_to_nearest if noise is None else functools.partial(_round_up, noise=noise)
+    code = jnp.minimum(round_bits(bits, element), as_word(element.max_code))
+    return code | (bits >> 31 << (element.bits - 1))
+
+
+def _round_to_nearest(bits, element: Element) -> Array:
+    """Codes of magnitudes, to nearest, ties to even: by adding 2^23 steps of an element.
+
+    Magnitudes that are zero where subnormal numbers are flushed are below half a step.
+    """
+    shift, magnitude = 23 - element.mantissa_bits, bits & as_word(_MAGNITUDE)
+    first = as_word((element.emin + 127) << 23)
+    # The power of two below the magnitude, or the smallest of a normal element.
+    power = jnp.maximum(bits & as_word(_INFINITY), first)
+    steps = power + as_word(shift << 23)
+    rounded = _words_of(_floats_of(magnitude) + _floats_of(steps)) - steps
+    return rounded + ((power - first) >> shift)
+
+
+def _round_up(bits, element: Element, noise) -> Array:
+    """Codes of magnitudes, rounded up if fraction + noise reaches 1."""
+    exponent, significand = _fields(bits)
+    octave = exponent - 127 - element.emin  # below 0: subnormal elements, one step for all of them
+    shift = 23 - element.mantissa_bits + jnp.maximum(-octave, 0)
+    kept = significand >> jnp.minimum(shift, 31).astype(jnp.uint32)
+    # What is dropped, in units of 2^-32 steps: bits that are kept leave at the top.
+    dropped = significand << jnp.clip(32 - shift, 0, 31).astype(jnp.uint32)
+    dropped = dropped >> jnp.clip(shift - 32, 0, 31).astype(jnp.uint32)
+    word = noise ^ (as_word(0) - (bits >> 31))
+    up = (dropped > ~word).astype(jnp.uint32)  # dropped + word reaches 2^32
+    return (jnp.maximum(octave, 0).astype(jnp.uint32) << element.mantissa_bits) + kept + up
+
+
+def dequantize(
+    codes: UInt32[Array, "*shape"], element: Element, *, keeps_subnormals: bool = False
+) -> Float[Array, "*shape"]:
+    """The values of codes that `quantize` returns, exactly (f32)."""
+    size = element.mantissa_bits
+    sign = codes >> (element.bits - 1) << 31
+    magnitude = codes & as_word((1 << element.bits - 1) - 1)
+    at_exponent = magnitude << (23 - size)
+    if keeps_subnormals:  # a subnormal element is a subnormal f32 here
+        return _floats_of(at_exponent | sign) * np.float32(2.0 ** (127 - element.bias))
+    normal = at_exponent + as_word((127 - element.bias) << 23)
+    step = np.float32(2.0 ** (element.emin - size))
+    subnormal = _words_of(magnitude.astype(jnp.float32) * step)
+    return _floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
+
+
+def encode_blocks(
+    x: Float[Array, "4 T 8 4"],
+    element: Element,
+    noise: UInt32[Array, "4 T 8 4"] | None,
+    *,
+    keeps_subnormals: bool = False,
+) -> tuple[UInt32[Array, " T"], list[UInt32[Array, "T 8 _"]]]:
+    """The words of scale codes and of every plane, the largest plane first.
+
+    Scale codes follow the floor rule: floor(log2(max|x|)) - emax + 127, at least 0. So the largest
+    value divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
+    """
+    # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
+    bits = (_words_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)
+    exponent = jnp.max(jnp.max(bits, axis=3), axis=2) >> 23
+    scales = jnp.maximum(exponent - element.emax, 0)
+    scales = jnp.where(exponent == 255, NAN_SCALE, scales)
+    power = _of_coordinates(_SCALE_BIAS - scales)
+    if keeps_subnormals:  # 2^power is a normal number
+        units = x * _floats_of(((power + 127) << 23).astype(jnp.uint32))
+    else:
+        units = _times_power_of_two(x, power)
+    codes, width = quantize(units, element, noise), element.bits
+    planes = [_pack(codes, width, plane) for plane in planes_of(width)]
+    return _sum_of_quarters(scales.astype(jnp.uint32), 8), planes
+
+
+def decode_blocks(
+    scales: UInt32[Array, " T"],
+    planes: list[UInt32[Array, "T 8 _"]],
+    element: Element,
+    *,
+    keeps_subnormals: bool = False,
+) -> Float[Array, "4 T 8 4"]:
+    """The exact f32 values of the words of `encode_blocks`; NaN in blocks of `NAN_SCALE`."""
+    width = element.bits
+    parts = zip(planes_of(width), planes, strict=True)
+    codes = functools.reduce(operator.or_, (_unpack(w, width, plane) for plane, w in parts))
+    units = dequantize(codes, element, keeps_subnormals=keeps_subnormals)
+    code = _of_coordinates((scales[None] >> _shifts((QUARTERS, 1), 0, 8)) & as_word(0xFF))
+    if keeps_subnormals:
+        scale = jnp.where(code == 0, as_word(_LEADING_ONE >> 1), code << 23)
+        return units * _floats_of(jnp.where(code == NAN_SCALE, as_word(_NAN), scale))
+    values = _times_power_of_two(units, code.astype(jnp.int32) - _SCALE_BIAS)
+    return jnp.where(code == NAN_SCALE, np.float32(np.nan), values)
+
+
+def _of_coordinates(of_blocks) -> Array:
+    """Values [4, T] of blocks, for their coordinates."""
+    return of_blocks[:, :, None, None]
+
+
+def _shifts(shape: tuple[int, ...], axis: int, bits: int) -> Array:
+    """0, bits, 2*bits, ... along an axis: uint32[shape]."""
+    return lax.broadcasted_iota(jnp.uint32, shape, axis) * as_word(bits)
+
+
+def _sum_of_quarters(fields, bits: int) -> Array:
+    """Fields uint32[4, ...], ``bits`` apart in words: uint32[...]."""
+    shape = (QUARTERS, *(1,) * (fields.ndim - 1))
+    return jnp.sum(fields << _shifts(shape, 0, bits), axis=0, dtype=jnp.uint32)
+
+
+def _pack(codes, width: int, plane: int) -> Array:
+    """One plane of codes uint32[4, T, 8, 4]: uint32[T, 8, p / 2]."""
+    fields = codes >> plane_shift(width, plane)
+    if plane < width:
+        fields = fields & as_word((1 << plane) - 1)
+    words = _sum_of_quarters(fields, plane)
+    together = 8 // plane  # coordinates of a quad in a word
+    if together == 1:
+        return words
+    words = words.reshape(*words.shape[:2], QUAD // together, together)
+    shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
+    return jnp.sum(words << shifts, axis=3, dtype=jnp.uint32)
+
+
+def _unpack(words, width: int, plane: int) -> Array:
+    """The bits that one plane has of every code: uint32[4, T, 8, 4]."""
+    together, shape = 8 // plane, (QUARTERS, *words.shape[:2], QUAD)
+    if together > 1:
+        shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
+        words = (words[..., None] >> shifts).reshape(shape[1:])
+    fields = words[None] >> _shifts((QUARTERS, 1, 1, 1), 0, plane)
+    return (fields & as_word((1 << plane) - 1)) << plane_shift(width, plane)
+
+
+def sections(parts: int, element: Element) -> tuple[int, ...]:
+    """Where the planes of a payload of so many parts begin, and its length, in words."""
+    starts = [parts]
+    for plane in planes_of(element.bits):
+        starts.append(starts[-1] + parts * QUADS * plane // 2)
+    return tuple(starts)
+
+
+def encode(
+    x: Float[Array, " m"], element: Element, noise: UInt32[Array, " m"] | None = None
+) -> UInt32[Array, " words"]:
+    """The payload of m flat values, m a multiple of 128; ``noise`` is as for `quantize`."""
+    shape = QUARTERS, x.shape[0] // UNIT, QUADS, QUAD
+    noise = None if noise is None else noise.reshape(shape)
+    scales, planes = encode_blocks(x.astype(jnp.float32).reshape(shape), element, noise)
+    return jnp.concatenate([scales, *(plane.reshape(-1) for plane in planes)])
+
+
+def decode(payload: UInt32[Array, " words"], size: int, element: Element) -> Float[Array, " m"]:
+    """The exact f32 values of a payload, including subnormals; NaN in blocks of `NAN_SCALE`."""
+    parts = size // UNIT
+    scales, *planes = jnp.split(payload, sections(parts, element)[:-1])
+    planes = [plane.reshape(parts, QUADS, -1) for plane in planes]
+    return decode_blocks(scales, planes, element).reshape(-1)
