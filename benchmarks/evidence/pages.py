@@ -553,8 +553,8 @@ def classifier_table(file: str) -> str:
     for run in load(file).get("runs", [load(file)]):
         s, device = run["settings"], run["invocation"]["device"]
         if "model" in s:
-            title = f"{SIZES[s['model']]} parameters (`{s['model']}`), {s['steps']} steps"
-            title += f" of {s['batch']} chunks, {s['seeds']} seeds"
+            title = f"{SIZES[s['model']]} parameters (`{s['model']}`), {s['pretraining']} steps"
+            title += f" of pretraining, {s['steps']} of {s['batch']} chunks, {s['seeds']} seeds"
             lines.append([f"*{title}, {'CPU' if device == 'cpu' else device}*"])
         lines += accuracies(run["rows"], [row["accuracy"] for row in run["rows"]])
     return markdown(lines)
