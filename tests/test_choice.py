@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
@@ -254,3 +255,21 @@ def test_a_limit_that_the_user_gave_stands_for_scatters_too(given, compressed):
     run = lambda x: dq.psum_scatter(x, "data", tiled=True, compression=method)
     jaxpr = str(jax.make_jaxpr(run, axis_env=[("data", n)])(jnp.ones(size)))
     assert ("all_to_all" in jaxpr) == compressed
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
+    monkeypatch.setattr(compressing, "fast_links", lambda: fast)
+    leaf, limits = (
+        jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+        dq.Compression(min_bucket_bytes=0),
+    )
+    rows = limits.explain(leaf, 2, verbose=False).ways
+    named = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0).explain(leaf, 2, verbose=False).ways
+    assert not any("in bf16" in row.call for row in named)
+    assert ["in bf16" in row.call for row in rows] == [False, fast, fast]
+    _, updates, fsdp = (row.sent_bytes for row in rows)
+    if fast:  # half of the leaf to the other worker, and back: once, or twice
+        assert (updates, fsdp) == (2 * leaf.size, 3 * leaf.size)
+    else:
+        assert (updates, fsdp) == tuple(row.sent_bytes for row in named[1:])

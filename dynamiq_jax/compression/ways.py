@@ -141,20 +141,22 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
         ],
         axis=0,
     )
+    in_bf16 = any(bucket.route.shards_in_bf16 for bucket in grouping.buckets)
+    said = ", in bf16: over NVLink compression takes longer" if in_bf16 else ""
     gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
     masters = (4 + MOMENTS) * (padded_size / n + sum(leaf.size for leaf in left))  # f32
     rows = (
         ("data parallel", "dq.psum", all_reduced, copies + MOMENTS * size, nbytes),
         (
             "sharded updates",
-            "dq.optax.sharded",
+            f"dq.optax.sharded{said}",
             exact + share * sum(leaf.nbytes for leaf in left) + updates,
             copies + masters,
             nbytes,
         ),
         (
             "FSDP",
-            "dq.reduce_in_backward",
+            f"dq.reduce_in_backward{said}",
             exact + scattered + 2 * parameters,
             kept + (nbytes + MOMENTS * size) / n,
             nbytes / n,
@@ -174,7 +176,9 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
 
 def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
-    route = bucket.route
+    route, n = bucket.route, bucket.route.n_workers
+    if route.shards_in_bf16:
+        return np.full(2, 2.0 * (n - 1) * -(-size // n))
     return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 
