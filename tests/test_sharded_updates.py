@@ -22,10 +22,8 @@ from workers import auto_mesh, mesh_of, once, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.fingerprint import fingerprint
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.reduction import reduction
 
 sharded_updates = sys.modules["dynamiq_jax.optax.sharded"]  # `dq.optax.sharded` is the function
 
@@ -527,22 +525,6 @@ def test_masters_follow_changed_parameters_where_copies_are_rounded_masters():
     _, state = start(frozen, params)[1](changed, state, put(batches[2], mesh, P("data")))
     assert_same_bits(state.unpadded()["in"], changed["in"].astype(jnp.float32))
     assert (state.unpadded()["out"] != params["out"].astype(jnp.float32)).any()
-
-
-@pytest.mark.parametrize("fast", [True, False])
-def test_the_defaults_over_fast_links_are_bf16(fast, monkeypatch):
-    monkeypatch.setattr(reduction, "fast_links", lambda: fast)
-    params, batches = problem()
-    limits = dq.Compression(min_leaf_size=256, min_bucket_size=1)
-    bits = {
-        "default": make("sgd", limits, None),
-        "bf16": make("sgd", BF16, dq.BF16()),
-        "5 + 2.5": make("sgd", dataclasses.replace(limits, method=dq.DynamiQ()), DIFFERENCES),
-    }
-    found = {name: train(one, params, batches[:2])[0] for name, one in bits.items()}
-    same, other = ("bf16", "5 + 2.5") if fast else ("5 + 2.5", "bf16")
-    assert_same_bits(found["default"], found[same])
-    assert not np.array_equal(found["default"]["in"], found[other]["in"])
 
 
 def test_the_limits_of_the_gradients_are_those_of_the_differences():

@@ -130,7 +130,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     left = [leaf for leaf in split if _padding(leaf, n) is None]
     padded_size = sum(_padded_size(bucket, n) for bucket in grouping.buckets)
     scattered, parameters = (
-        np.sum([_sharded_bytes(bucket, bucket.size, how) for bucket in grouping.buckets], axis=0)
+        np.sum([_of_fsdp(bucket, how) for bucket in grouping.buckets], axis=0)
         for how in (None, PARAMETERS)
     )
     updates = np.sum(
@@ -149,7 +149,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
         ("data parallel", "dq.psum", all_reduced, copies + MOMENTS * size, nbytes),
         (
             "sharded updates",
-            f"dq.optax.sharded{said}",
+            "dq.optax.sharded",
             exact + share * sum(leaf.nbytes for leaf in left) + updates,
             copies + masters,
             nbytes,
@@ -174,11 +174,17 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
     return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
 
 
+def _of_fsdp(bucket: Bucket, gathers: Method | None) -> np.ndarray:
+    """Bytes to scatter or to gather a bucket in FSDP: in all, and on the outer axes."""
+    if not bucket.route.shards_in_bf16:
+        return _sharded_bytes(bucket, bucket.size, gathers)
+    n = bucket.route.n_workers
+    return np.full(2, 2.0 * (n - 1) * -(-bucket.size // n))
+
+
 def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
-    route, n = bucket.route, bucket.route.n_workers
-    if route.shards_in_bf16:
-        return np.full(2, 2.0 * (n - 1) * -(-size // n))
+    route = bucket.route
     return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 

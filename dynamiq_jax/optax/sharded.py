@@ -206,8 +206,7 @@ def sharded(
       compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory.
       differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
         bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
-        ``DynamiQ(bits=2.5, dither=True)``. Over NVLink, where bf16 is faster, the defaults of both
-        are `dynamiq_jax.BF16`; a method that you pass is used over all links.
+        ``DynamiQ(bits=2.5, dither=True)``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
@@ -231,8 +230,8 @@ def sharded(
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
     # Differences take the limits of the gradients, unless they have their own.
-    gathers = gathers_of(differences, compression, DIFFERENCES)
-    options: dict[str, Any] = {"gathers": gathers, "gathered": DIFFERENCES, "to": "invarying"}
+    gathers = gathers_of(differences, compression, lambda: DIFFERENCES)
+    options: dict[str, Any] = {"gathers": gathers, "copied": True, "to": "invarying"}
     total = Reduction(axis, compression, "mean", **options)
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
