@@ -23,7 +23,7 @@ import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -272,3 +272,17 @@ def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
     assert updates == named[1].sent_bytes
     # Half of the leaf to the other worker, and twice back, of two bytes each.
     assert fsdp == (3 * leaf.size if fast else named[2].sent_bytes)
+
+
+def test_processes_of_one_gpu_each_have_a_limit_of_their_own(monkeypatch):
+    alone = [psum_bytes(n) for n in (2, 4)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert [psum_bytes(n) for n in (2, 4)] == [37 * MIB, alone[1]]
+    assert alone[0] < 37 * MIB
+
+
+def test_push_kernels_are_chosen_only_for_measured_numbers_of_gpus():
+    for n in (2, 3, 4):
+        low, high = push_bytes(n)
+        assert low < psum_bytes(n) < high
+    assert push_bytes(5) is None and push_bytes(9) is None
