@@ -4,8 +4,9 @@ Each operation has two implementations that produce the same integers: `pallas_k
 (jax.numpy, any device) and `pallas_kernels.kernels` (Pallas, NVIDIA GPUs), which Pallas lowers
 through Triton or Mosaic GPU. ``backend`` names one: "jnp", "triton", "mosaic" (from Hopper and JAX
 0.11 on), or "interpret" (the Triton kernels on Pallas' interpreter, for tests). ``None`` takes
-"triton" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is never
-replaced by another.
+the fastest that runs: "triton" where JAX's default backend is an NVIDIA GPU, "jnp" elsewhere. If
+JAX has no Triton lowering of Pallas it takes "mosaic", or "jnp" for GPUs and formats that "mosaic"
+does not support (`choose_backend`). A named backend is never replaced by another.
 
 Operands that belong together are grouped: `Input`, `Source`, `Target`, `Result`. Shapes used
 throughout (S = super-group size, R = `TILE_ROWS`): a gradient has d coordinates, and M = C*m
@@ -19,7 +20,15 @@ from typing import Any
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
-from pallas_kernels.backend import Backend, check_backend, needs_of_push, pushes, resolve_backend
+from pallas_kernels.backend import (
+    Backend,
+    Choice,
+    check_backend,
+    choose_backend,
+    needs_of_push,
+    pushes,
+    resolve_backend,
+)
 from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
@@ -35,9 +44,9 @@ from pallas_kernels.format import (
 from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, noise_from, seed_words, slot_noise
 
 
-def _implementation(backend: Backend | None):
+def _implementation(backend: Backend | None, fmt: WireFormat | None = None):
     """The module that implements ``backend`` and the keyword arguments it takes."""
-    resolved = resolve_backend(backend)
+    resolved = resolve_backend(backend, fmt)
     if resolved == "jnp":
         return reference, {}
     from pallas_kernels import kernels
@@ -105,7 +114,7 @@ def compress(
     Words of a payload outside of all records are unspecified. So is the whole payload ``skip`` (a
     position in ``chunks``), if it is given.
     """
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.compress(source, chunks, target, skip, fmt=fmt, **options)
 
 
@@ -126,7 +135,7 @@ def decompress_accumulate_recompress(
       ValueError: an input of a format with dither has no ``noise``.
     """
     _check_noise([i.noise for i in inputs], fmt)
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.decompress_accumulate_recompress(
         inputs, source, chunks, target, fmt=fmt, **options
     )
@@ -155,7 +164,7 @@ def decompress_accumulate(
             "is row 0 of the result, 0 for a whole gradient"
         )
     _check_noise([i.noise for i in inputs], fmt)
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.decompress_accumulate(inputs, source, chunks, result, fmt=fmt, **options)
 
 
@@ -180,7 +189,7 @@ def decompress(
         raise ValueError(
             "decompress got a result.start, but writes rows of a whole gradient; pass start=None"
         )
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     _check_noise([noise], fmt)
     return module.decompress(payloads, tiles, chunks, result, noise, fmt=fmt, **options)
 
@@ -257,6 +266,7 @@ __all__ = [
     "NOISE_WORDS",
     "TILE_ROWS",
     "Backend",
+    "Choice",
     "Dealt",
     "Input",
     "Noise",
@@ -267,6 +277,7 @@ __all__ = [
     "WireFormat",
     "all_reduce",
     "check_backend",
+    "choose_backend",
     "compress",
     "deal",
     "decompress",

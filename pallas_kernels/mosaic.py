@@ -28,7 +28,7 @@ from pallas_kernels import reference
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.backend import WARP
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
-from pallas_kernels.kernels import Launch
+from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 
 THREADS = 128
@@ -265,6 +265,43 @@ def _static(quads: int, value: Callable[[int], int]):
     return constants()
 
 
+def _store_item(ref, index, value, wanted) -> None:
+    """Writes f32[128] to items at int32[128], but for those whose int32[128] ``wanted`` is 0."""
+
+    @_inline((_REF, _PER_THREAD, _PER_THREAD, _PER_THREAD))
+    def store(ref, index, value, wanted):
+        _store(_address(ref, index[0], 4), _bitcast(value, _i32()), wanted[0])
+
+    store(ref, index, value, wanted)
+
+
+def _over_group(operation: Callable, values):
+    """The coordinates of each thread's group, f32[quads, 128, QUAD], in one: f32[128]."""
+
+    @_inline((_coordinates_layout(values.shape[0]),), _PER_THREAD, (THREADS,), jnp.float32)
+    def fold(values):
+        while len(values) > 1:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [operation(*pair) for pair in pairs]
+        return values
+
+    return fold(values)
+
+
+def _over_row(operation: Callable, of_groups, groups: int):
+    """The values of so many neighbouring threads in one, which all of them get: f32[128]."""
+
+    @_inline((_PER_THREAD,), _PER_THREAD, (THREADS,), jnp.float32)
+    def fold(values):
+        (value,), distance = values, 1
+        while distance < groups:
+            value = operation(value, mgpu.utils.shfl_bfly(value, distance))
+            distance *= 2
+        return [value]
+
+    return fold(of_groups)
+
+
 def _asm(code: str, x, layout):
     """PTX that makes one f32, ``$0``, of one, ``$1``."""
 
@@ -494,26 +531,10 @@ class _Tile:
         return _spread(first, self.quads) + _static(self.quads, lambda i: i // QUAD)
 
     def group_max(self, values):
-        @_inline((_coordinates_layout(self.quads),), _PER_THREAD, (THREADS,), jnp.float32)
-        def largest(values):
-            while len(values) > 1:
-                values = [
-                    arith.maxnumf(*pair) for pair in zip(values[::2], values[1::2], strict=True)
-                ]
-            return values
-
-        return largest(values)
+        return _over_group(arith.maxnumf, values)
 
     def row_max(self, of_groups):
-        @_inline((_PER_THREAD,), _PER_THREAD, (THREADS,), jnp.float32)
-        def largest(values):
-            (value,), distance = values, 1
-            while distance < self.fmt.groups:
-                value = arith.maxnumf(value, mgpu.utils.shfl_bfly(value, distance))
-                distance *= 2
-            return [value]
-
-        return largest(of_groups)
+        return _over_row(arith.maxnumf, of_groups, self.fmt.groups)
 
     def to_groups(self, of_rows):
         return of_rows
@@ -534,12 +555,46 @@ def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool 
             f"backend='mosaic' takes up to {WARP} groups per super-group, and "
             f"super_group_size={fmt.super_group_size} has {fmt.groups} of "
             f"group_size={fmt.group_size}; pass group_size >= {fmt.super_group_size // WARP}, "
-            "or backend='triton'"
+            "or backend=None"
         )
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
     number, of_tile = part * THREADS + thread, TILE_ROWS * fmt.groups
     t = jnp.minimum(number // of_tile, tiles - 1)
     return _Tile(fmt, table_ref, t, number % of_tile, chunk, fresh)
+
+
+def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, fmt):
+    """Each thread sums a group, and the threads of a super-group add up their sums."""
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    number = lax.axis_index("dynamiq_part") * THREADS + thread
+    row, group = number // fmt.groups, number % fmt.groups
+    x = _Tile(fmt, None, None, group, None).load(x_ref, row, n_rows).astype(jnp.float32)
+    own = ((group == 0) & (row < n_rows)).astype(jnp.int32)
+    for out_ref, values in (
+        (mean_ref, x * np.float32(1.0 / fmt.super_group_size)),
+        (sqnorm_ref, x * x),
+    ):
+        total = _over_row(arith.addf, _over_group(arith.addf, values), fmt.groups)
+        _store_item(out_ref, row, total, own)
+
+
+@functools.partial(jax.jit, static_argnames="super_group_size")
+def _statistics(x, *, super_group_size: int):
+    rows, fmt = rows_of(x, super_group_size), WireFormat(super_group_size=super_group_size)
+    n_rows = rows.shape[0]
+
+    def kernel(*refs):
+        _statistics_kernel(*refs, n_rows=n_rows, fmt=fmt)
+
+    kernel.__name__ = "dynamiq_statistics"
+    run = plgpu.kernel(
+        kernel,
+        out_type=(shape_struct((n_rows,), jnp.float32, x),) * 2,
+        grid=(pl.cdiv(n_rows * fmt.groups, THREADS),),
+        grid_names=("dynamiq_part",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return run(rows)
 
 
 @dataclass(frozen=True)
@@ -576,8 +631,8 @@ class Mosaic:
         return result[...]
 
     def statistics(self, x, super_group_size):
-        """Mean and squared norm of every super-group, by XLA."""
-        return reference.statistics(x, super_group_size=super_group_size)
+        """See `pallas_kernels.statistics`."""
+        return _statistics(x, super_group_size=super_group_size)
 
     def deal(self, energy, taken, upgrades, shape):
         """See `pallas_kernels.deal`, by XLA."""
