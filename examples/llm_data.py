@@ -16,8 +16,9 @@ import hashlib
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ class Corpus(NamedTuple):
     train: np.ndarray
     validation: np.ndarray
     vocab_size: int
+    vocabulary: Mapping[bytes, int] = MappingProxyType({})
+    """The ids of pieces, for `encode`; none where bytes are tokens."""
 
 
 @functools.cache  # a process that waits for its start may have read it
@@ -54,7 +57,7 @@ def load_corpus(vocab_size: int = 256, max_bytes: int = 32 * 2**20) -> Corpus:
     train = b"".join(text for name, text in files if not _is_validation(name))
     validation = b"".join(text for name, text in files if _is_validation(name))
     vocabulary = _frequent_pieces(train, vocab_size - 256)
-    return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size)
+    return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size, vocabulary)
 
 
 def _read_files(root: Path, max_bytes: int) -> list[tuple[str, bytes]]:
@@ -85,7 +88,7 @@ def _frequent_pieces(text: bytes, count: int) -> dict[bytes, int]:
     return {piece: 256 + rank for rank, piece in enumerate(ranked[:count])}
 
 
-def encode(text: bytes, vocabulary: dict[bytes, int]) -> np.ndarray:
+def encode(text: bytes, vocabulary: Mapping[bytes, int]) -> np.ndarray:
     """Turns text into ids, ``int32[tokens]``; a piece outside ``vocabulary`` becomes its bytes."""
     if not vocabulary:
         return np.frombuffer(text, np.uint8).astype(np.int32)

@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
 
 
@@ -254,3 +255,34 @@ def test_a_limit_that_the_user_gave_stands_for_scatters_too(given, compressed):
     run = lambda x: dq.psum_scatter(x, "data", tiled=True, compression=method)
     jaxpr = str(jax.make_jaxpr(run, axis_env=[("data", n)])(jnp.ones(size)))
     assert ("all_to_all" in jaxpr) == compressed
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
+    monkeypatch.setattr(compressing, "fast_links", lambda: fast)
+    leaf, limits = (
+        jax.ShapeDtypeStruct((1024, 256), jnp.float32),
+        dq.Compression(min_bucket_bytes=0),
+    )
+    rows = limits.explain(leaf, 2, verbose=False).ways
+    named = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0).explain(leaf, 2, verbose=False).ways
+    assert not any("in bf16" in row.call for row in named)
+    assert ["in bf16" in row.call for row in rows] == [False, False, fast]
+    _, updates, fsdp = (row.sent_bytes for row in rows)
+    assert updates == named[1].sent_bytes
+    # Half of the leaf to the other worker, and twice back, of two bytes each.
+    assert fsdp == (3 * leaf.size if fast else named[2].sent_bytes)
+
+
+def test_processes_of_one_gpu_each_have_a_limit_of_their_own(monkeypatch):
+    alone = [psum_bytes(n) for n in (2, 4)]
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert [psum_bytes(n) for n in (2, 4)] == [37 * MIB, alone[1]]
+    assert alone[0] < 37 * MIB
+
+
+def test_push_kernels_are_chosen_only_for_measured_numbers_of_gpus():
+    for n in (2, 3, 4):
+        low, high = push_bytes(n)
+        assert low < psum_bytes(n) < high
+    assert push_bytes(5) is None and push_bytes(9) is None

@@ -234,18 +234,21 @@ def parse(command, args, page, name="command"):
         if not hasattr(error, "format_message"):
             raise
         raise Refused(f"{name}: {error.format_message()}") from None
-    check_names(args)
+    check_names(args, {"NAME", "bf16-psum"} if name == "command" else {"NAME"})
     if rest and rest[0] in OURS:
         check(page._replace(words=rest))
 
 
-def check_names(args):
-    """Methods and topologies by name, which click takes as text."""
+def check_names(args, others):
+    """Methods and topologies by name, which click takes as text.
+
+    Methods may also be of ``others``: trainings have bf16 psum among them, and benchmarks have not.
+    """
     for option, value in itertools.pairwise(args):
         parts = contenders.parts(value) if value.strip(",") else []
         for text in parts:
             try:
-                if option == "--methods" and text != "NAME" and "/" not in text:
+                if option == "--methods" and text not in others and "/" not in text:
                     contenders.make_method(text)
                 if option == "--topology":
                     contenders.parse_topology(text)
@@ -264,6 +267,8 @@ def check_names(args):
         "dynamiq-jax imagine --workers 8",
         "dynamiq-jax bench error",
         "dynamiq-jax error --methods dynamite:5",
+        "dynamiq-jax error --methods bf16-psum",
+        "python benchmarks/evidence/training.py --methods bf16-psum,dynamite:5",
         "python examples/train.py",
         "A=--model; python examples/train_zero.py $A tiny \\\n  --bitz 5",
         "NCCL_P2P_DISABLE=1 python benchmarks/step_time.py --ways none,dynamite:5",

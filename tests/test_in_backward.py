@@ -311,6 +311,22 @@ def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
     assert {name for name, moved in moves if moved > 6} == {"all-gather"}
 
 
+@pytest.mark.parametrize("fast", [True, False])
+def test_shards_travel_in_bf16_over_fast_links(fast, monkeypatch):
+    monkeypatch.setattr(reduction, "fast_links", lambda: fast)
+    limits = dataclasses.replace(LAYER, method=None)
+    default = gradient(mesh_of("data"), "data", SPECS, compression=limits)(*problem())
+    five, bf16 = (dataclasses.replace(limits, method=x) for x in (dq.DynamiQ(), dq.BF16()))
+    chosen = (bf16, dq.BF16()) if fast else (five, dq.DynamiQ(bits=8))
+    other = (five, dq.DynamiQ(bits=8)) if fast else (bf16, dq.BF16())
+    same, unlike = (
+        gradient(mesh_of("data"), "data", SPECS, compression=one, gather=gather)(*problem())
+        for one, gather in (chosen, other)
+    )
+    np.testing.assert_array_equal(default["kernel"], same["kernel"])
+    assert (default["kernel"] != unlike["kernel"]).any()
+
+
 @pytest.mark.parametrize("key", daily([None, KEY], [None]))
 def test_both_gathers_have_the_same_bits_on_all_workers(key):
     """The gradient of |w|² / 2 is what the backward pass has gathered."""

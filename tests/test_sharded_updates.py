@@ -495,6 +495,38 @@ def test_copies_are_compared_in_every_step_without_a_hang():
     assert int(state.step) == 4
 
 
+BF16 = dq.Compression(dq.BF16(), min_leaf_size=256, min_bucket_size=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_copies_of_the_wires_dtype_are_the_rounded_masters(scale):
+    params, batches = problem(jnp.bfloat16)
+    params = jax.tree.map(lambda x: x * jnp.bfloat16(scale), params)
+    state, step = start(make("adamw", BF16, BF16), params)
+    mesh = auto_mesh()
+    params, state = put(params, mesh, P()), state
+    for batch in batches[:5]:
+        params, state = step(params, state, put(batch, mesh, P("data")))
+        masters = state.unpadded()
+        assert_same_bits(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), masters))
+        # No coordinate was taken for one that the user changed: all masters have more bits.
+        assert all((params[name].astype(jnp.float32) != x).any() for name, x in masters.items())
+
+
+def test_masters_follow_changed_parameters_where_copies_are_rounded_masters():
+    params, batches = problem(jnp.bfloat16)
+    state, step = start(make("sgd", BF16, BF16), params)
+    mesh = auto_mesh()
+    params = put(params, mesh, P())
+    for batch in batches[:2]:
+        params, state = step(params, state, put(batch, mesh, P("data")))
+    changed = params | {"in": params["in"] + jnp.bfloat16(0.5)}
+    frozen = make(optax.sgd(0.0, momentum=0.9), BF16, BF16)
+    _, state = start(frozen, params)[1](changed, state, put(batches[2], mesh, P("data")))
+    assert_same_bits(state.unpadded()["in"], changed["in"].astype(jnp.float32))
+    assert (state.unpadded()["out"] != params["out"].astype(jnp.float32)).any()
+
+
 def test_the_limits_of_the_gradients_are_those_of_the_differences():
     """Two leaves that are split along other dimensions are buckets of their own, small ones."""
     params = {"a": jnp.ones((512, 64)) / 22, "c": jnp.ones((64, 512)) / 22}

@@ -12,7 +12,7 @@ compared seed by seed with the exact mean in f32, which always runs.
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -22,11 +22,22 @@ import jax.numpy as jnp
 import numpy as np
 import typer
 from jax import Array, lax
-from training import EIGHT, Recipe, Way, contenders, invocation, make_ways
+from training import (
+    BF16,
+    EIGHT,
+    EXACT,
+    Recipe,
+    Way,
+    contenders,
+    invocation,
+    make_ways,
+    of_reference,
+)
 
 Tree = Any
+Rows = Mapping[str, Any]
 
-N_WORKERS = EIGHT.count
+N_WORKERS = EIGHT.number
 CLASSES, SIDE, PATCH = 10, 8, 2
 WIDTH, HEADS, BLOCKS = 64, 4, 2
 HELD_OUT = 5
@@ -123,27 +134,48 @@ def make_trainer(data: Digits, way: Way, recipe: Recipe) -> Callable[[Array], tu
     return jax.jit(train)
 
 
-def summary(values: list[float]) -> dict[str, float]:
+def summary(values: list[float]) -> dict[str, float | None]:
     """Mean and its standard error."""
     return {
         "mean": float(np.mean(values)),
-        "error": np.std(values, ddof=1) / math.sqrt(len(values)),
+        "error": float(np.std(values, ddof=1)) / math.sqrt(len(values)),
     }
 
 
-def row(data: Digits, way: Way, recipe: Recipe, seeds: int, exact: Any) -> dict[str, Any]:
-    """Figures of all seeds, and the differences of accuracies to the exact mean's, in points."""
-    start, train = time.perf_counter(), make_trainer(data, way, recipe)
-    losses, shares = zip(*(map(float, train(np.int32(seed))) for seed in range(seeds)), strict=True)
+def make_row(
+    way: Way, example: Tree, train: Callable[[int], tuple[Array, Array]], seeds: int, earlier: Rows
+) -> dict[str, Any]:
+    """Figures of all seeds, and the differences of accuracies to the exact mean's, in points.
+
+    Args:
+      way: to train.
+      example: of one worker's gradients.
+      train: from a seed to the loss of held-out examples, and the share that is classified right.
+      seeds: how many.
+      earlier: rows by method; without one of the exact mean, this row is it.
+    """
+    start = time.perf_counter()
+    losses, shares = zip(*(map(float, train(seed)) for seed in range(seeds)), strict=True)
     accuracy = [100 * share for share in shares]
-    apart = np.subtract(accuracy, (exact or {"accuracy": accuracy})["accuracy"]).tolist()
-    bits = way.bits_per_coord(jax.eval_shape(init_params, jax.random.key(0)))
+    known = {EXACT: {"accuracy": accuracy}, way.method: {"accuracy": accuracy}, **earlier}
+    apart = np.subtract(accuracy, known[EXACT]["accuracy"]).tolist()
+    bits = way.bits_per_coord(example)
     told = {"accuracy": summary(accuracy), "difference": summary(apart)}
-    seconds = time.perf_counter() - start
     shown = [f"{own['mean']:+.2f} ± {own['error']:.2f}" for own in told.values()]
-    print(f"{way.method:32} {bits:5.2f} bits  {shown[0]} %  {shown[1]} points  ({seconds:.0f} s)")
+    line = f"{way.method:32} {bits:5.2f} bits  {shown[0]} %  {shown[1]} points"
+    if BF16 in known:
+        ratio = told["of_bf16"] = of_reference(accuracy, known[BF16]["accuracy"])
+        line += f"  {ratio['percent']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f}) % of bf16"
+    print(f"{line}  ({time.perf_counter() - start:.0f} s)", flush=True)
     found = {"method": way.method, "topology": way.topology, "bits_per_coord": bits}
     return found | {"losses": losses, "accuracy": accuracy, "summary": told}
+
+
+def row(data: Digits, way: Way, recipe: Recipe, seeds: int, earlier: Rows) -> dict[str, Any]:
+    """A row of the digits."""
+    example = jax.eval_shape(init_params, jax.random.key(0))
+    train = make_trainer(data, way, recipe)
+    return make_row(way, example, lambda seed: train(np.int32(seed)), seeds, earlier)
 
 
 def main(
@@ -159,7 +191,7 @@ def main(
     recipe = Recipe(steps=steps, batch_size=8, learning_rate=2e-3, validation_batches=0)
     data, rows = load(), []
     for way in make_ways(contenders.parts(methods), [topology], recipe):
-        rows.append(row(data, way, recipe, seeds, rows[0] if rows else None))
+        rows.append(row(data, way, recipe, seeds, {own["method"]: own for own in rows}))
         file.parent.mkdir(parents=True, exist_ok=True)
         settings = {
             "steps": steps,

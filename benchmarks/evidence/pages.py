@@ -8,6 +8,8 @@ Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``, 
 * ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
   bits, and within a group by loss. ``docs/multihost.md`` and ``docs/performance.md`` get steps by
   way to train.
+* ``docs/training-quality.md`` gets losses and top-1 by the number of workers, and accuracies beside
+  bf16's. A table has the rows of all runs of its file, each run under a line of its own.
 * ``docs/time-to-accuracy.md`` gets times to bf16's loss, and trainings against the clock.
 * ``docs/speedups.png`` has speed-ups of steps by links and way. ``docs/time-to-accuracy.png`` has
   losses by seconds.
@@ -23,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from training import BF16, CURVE_WINDOW
+from training import BF16, CURVE_WINDOW, EXACT, of_reference, paired
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -219,11 +221,16 @@ def by_method(run: Row) -> dict[str, Row]:
 
 def loss_text(row: Row) -> str:
     """A row's difference to the exact mean in %, with two digits of its standard error."""
-    percent, error = (row["summary"]["validation"][name] for name in ("percent", "error"))
-    if percent is None:
+    return with_error(*(row["summary"]["validation"][name] for name in ("percent", "error")))
+
+
+def with_error(value: float | None, error: float | None) -> str:
+    """A signed difference with two digits of its standard error; one seed has none."""
+    if value is None:
         return "diverged"
-    digits = 2 if error < 0.995 else 1
-    return f"{percent:+.{digits}f} ± {error:.{digits}f}".replace("-", "−")
+    digits = 2 if error is None or error < 0.995 else 1
+    shown = "" if error is None else f" ± {error:.{digits}f}"
+    return f"{value:+.{digits}f}{shown}".replace("-", "−")
 
 
 def titled(method: str) -> str:
@@ -444,6 +451,116 @@ def long_training() -> Figure:
     return figure
 
 
+# --- Numbers of workers, and accuracies -----------------------------------------------------------
+
+WORKERS, TOP_1 = "workers.json", "top1.json"
+"""Rows of `training.py`."""
+DIGITS, FINETUNED = "classifier.json", "finetuned.json"
+"""Of `classifier.py` and `finetuned.py`."""
+SIZES = {"micro": "0.1 M", "tiny": "1.1 M", "mid": "17 M", "125m": "123 M"}
+"""Parameters, by the names of `training.MODELS`."""
+
+
+def way_text(method: str) -> str:
+    """The title of a way to train, and its name on the command line."""
+    if method == EXACT:
+        return "exact mean, f32"
+    title, slash, _ = titled(method).partition(",")
+    return f"{title}, sharded updates, `{method}`" if "/" in method and slash else titled(method)
+
+
+def in_runs(file: str, names: Sequence[str]) -> dict[str, list[Row]]:
+    """Rows of `training.py` by their run's line, which has the settings of ``names``.
+
+    A way that ran again, as the exact mean does with every command, is there once.
+    """
+    found: dict[str, dict[tuple[str, str, int], Row]] = {}
+    for row in load(file)["rows"]:
+        s, run = row["settings"], load(file)["invocations"][row["invocation"]]
+        told = {
+            "steps": f"{s['steps']} steps of {s['global_batch']} sequences",
+            "workers": f"{s['workers']} workers",
+        }
+        title = [f"{SIZES[s['model']]} parameters (`{s['model']}`, {s['init']} initialisation)"]
+        title += [told[name] for name in names]
+        title += [f"{s['seeds']} seeds", "CPU" if s["platform"] == "cpu" else run["device"]]
+        key = s["method"], s["topology"], s["workers"]
+        found.setdefault(f"*{', '.join(title)}*", {}).setdefault(key, row)
+    return {title: list(rows.values()) for title, rows in found.items()}
+
+
+def workers_table() -> str:
+    """Losses and top-1 of all ways, as differences to the exact mean, by the number of workers."""
+    counts = sorted({row["settings"]["workers"] for row in load(WORKERS)["rows"]})
+    heads = [f"{what}, {count}" for what in ("loss", "top-1") for count in counts]
+    lines: list[Sequence[str]] = [("method, name", "topology", *heads)]
+    for title, rows in in_runs(WORKERS, ["steps"]).items():
+        lines.append([title])
+        cells: dict[tuple[str, str], dict[int, Row]] = {}
+        for row in rows:
+            s = row["settings"]
+            cells.setdefault((s["method"], s["topology"]), {})[s["workers"]] = row["summary"]
+        cells.pop((EXACT, "native"))
+        for (method, topology), own in cells.items():
+            shown = [with_error(*own[n]["validation"].values()) if n in own else "" for n in counts]
+            shown += [with_error(*own[n]["top1"].values()) if n in own else "" for n in counts]
+            lines.append((way_text(method), topology, *shown))
+    return markdown(lines)
+
+
+def of_bf16_text(found: Mapping[str, float | None]) -> str:
+    """A ratio in %, and its 95% interval if it has one."""
+    percent, low, high = (found[name] for name in ("percent", "low", "high"))
+    if percent is None:
+        return "diverged"
+    between = "" if low is None or high is None else f" ({low:.2f} to {high:.2f})"
+    return f"{percent:.2f}{between}"
+
+
+def accuracies(rows: Sequence[Row], shares: Sequence[Sequence[float]]) -> list[list[str]]:
+    """Lines of rows in one run: wire bits, accuracy, difference to the exact mean, of bf16's.
+
+    Args:
+      rows: of `training.py`, or of classifiers.
+      shares: accuracies of their seeds in %, of which the first row's are the exact mean's.
+    """
+    names = [row.get("method") or row["settings"]["method"] for row in rows]
+    bf16 = shares[names.index(BF16)]
+    lines = []
+    for name, row, own in zip(names, rows, shares, strict=True):
+        cells = [way_text(name), f"{row['bits_per_coord']:.2f}"]
+        cells.append(with_error(*paired(np.asarray(own, float))).removeprefix("+"))
+        apart = with_error(*paired(np.subtract(own, shares[0])))
+        cells.append("" if name == EXACT else apart)
+        lines.append([*cells, "" if name == BF16 else of_bf16_text(of_reference(own, bf16))])
+    return lines
+
+
+HEADS = ["method, name", "wire bits", "accuracy, %", "points from exact", "% of bf16's (95%)"]
+
+
+def top_1_table() -> str:
+    """Top-1 of held-out text beside bf16's."""
+    lines = [[*HEADS[:2], "top-1, %", *HEADS[3:]]]
+    for title, rows in in_runs(TOP_1, ["steps", "workers"]).items():
+        shares = [(100 * np.array(row["top1"], float)).tolist() for row in rows]
+        lines += [[title], *accuracies(rows, shares)]
+    return markdown(lines)
+
+
+def classifier_table(file: str) -> str:
+    """Accuracies of classifiers beside bf16's, of one run or several."""
+    lines = [HEADS]
+    for run in load(file).get("runs", [load(file)]):
+        s, device = run["settings"], run["invocation"]["device"]
+        if "model" in s:
+            title = f"{SIZES[s['model']]} parameters (`{s['model']}`), {s['pretraining']} steps"
+            title += f" of pretraining, {s['steps']} of {s['batch']} chunks, {s['seeds']} seeds"
+            lines.append([f"*{title}, {'CPU' if device == 'cpu' else device}*"])
+        lines += accuracies(run["rows"], [row["accuracy"] for row in run["rows"]])
+    return markdown(lines)
+
+
 # --- Transports -----------------------------------------------------------------------------------
 
 
@@ -487,6 +604,12 @@ def texts() -> dict[Path, str]:
             "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
         },
         DOCS / "performance.md": {"steps": steps_table(*WITHIN)},
+        DOCS / "training-quality.md": {
+            "workers": workers_table(),
+            "top-1": top_1_table(),
+            "digits": classifier_table(DIGITS),
+            "finetuned": classifier_table(FINETUNED),
+        },
         DOCS / "time-to-accuracy.md": {"less": time_to_loss_table(), "clock": clock_table()},
     }
     return {path: filled(path.read_text(), own) for path, own in found.items()}

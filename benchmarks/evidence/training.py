@@ -72,9 +72,9 @@ VALIDATION_ROWS = 8
 class Workers(NamedTuple):
     """The workers that one device simulates."""
 
-    count: int = 8
+    number: int = 8
     backend: Backend = "jnp"
-    """Of DynamiQ's kernels."""
+    """Of the kernels of DynamiQ and of MX floats."""
 
 
 EIGHT = Workers()
@@ -168,7 +168,7 @@ def make_method(text: str, backend: Backend = "jnp") -> Any:
     Raises:
       ValueError: the method or its bits are not known.
     """
-    options = {"backend": backend} if text.startswith("dynamiq") else {}
+    options = {"backend": backend} if text.startswith(("dynamiq", "mxfp")) else {}
     return contenders.make_method(text, METHODS, **options)
 
 
@@ -240,9 +240,9 @@ def all_reduced(text: str, topology: str, recipe: Recipe, workers: Workers) -> W
         return dq.reduce(grads, AXIS, compression=request, key=key, state=memory)[:2]
 
     def bits_per_coord(grads: Tree) -> float:
-        return request.explain(grads, workers.count, verbose=False).bits_per_coord
+        return request.explain(grads, workers.number, verbose=False).bits_per_coord
 
-    memory = partial(request.init_state, n_workers=workers.count, stacked=True)
+    memory = partial(request.init_state, n_workers=workers.number, stacked=True)
     label = f"{name}:{float(bits):g}" if colon else name
     return Way(label, topology, bits_per_coord, **replicated(average, recipe, memory))
 
@@ -264,9 +264,9 @@ def sharded(text: str, topology: str, recipe: Recipe, workers: Workers) -> Way:
     scatter = dq.Compression(methods[0], topology=route, **limits)
     gather = dq.Compression(methods[1], **limits)
     leaf = jax.ShapeDtypeStruct((2**24,), jnp.float32)  # so large that rests do not count
-    costs = [half.explain(leaf, workers.count, verbose=False) for half in (scatter, gather)]
+    costs = [half.explain(leaf, workers.number, verbose=False) for half in (scatter, gather)]
     bits = sum(cost.bits_per_coord for cost in costs) / 2
-    own = (_fully_sharded if fsdp else _sharded_updates)(scatter, gather, recipe, workers.count)
+    own = (_fully_sharded if fsdp else _sharded_updates)(scatter, gather, recipe, workers.number)
     return Way(text, topology, lambda grads: bits, **own)
 
 
@@ -340,7 +340,7 @@ class Task(NamedTuple):
     @property
     def global_batch(self) -> int:
         """Sequences of a step, over all workers."""
-        return self.workers.count * self.model.recipe.batch_size
+        return self.workers.number * self.model.recipe.batch_size
 
     @property
     def gradients(self) -> Tree:
@@ -357,7 +357,7 @@ class Task(NamedTuple):
         recipe, length = self.model.recipe, self.model.config.seq_len + 1
         told = {"rows": self.global_batch, "length": length, "seed": seed}
         steps = [train_batch(self.corpus, step, **told) for step in range(recipe.steps)]
-        return np.stack(steps).reshape(recipe.steps, self.workers.count, -1, length)
+        return np.stack(steps).reshape(recipe.steps, self.workers.number, -1, length)
 
     def validation(self) -> np.ndarray:
         """i32[batches, sequences, seq_len + 1]."""
@@ -406,7 +406,7 @@ def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array, Ar
         numbered = jnp.arange(tokens.shape[0]), tokens
         (params, _), losses = lax.scan(step, (params, way.init(params)), numbered)
         scores = lax.map(partial(score, way.used(params, key)), windows)
-        return losses, *map(jnp.mean, scores)
+        return losses, jnp.mean(scores[0]), jnp.mean(scores[1])
 
     return jax.jit(jax.vmap(train, (0, 0, None)))
 
@@ -414,7 +414,7 @@ def make_trainer(model: Model, way: Way) -> Callable[..., tuple[Array, Array, Ar
 def run_seeds(task: Task, way: Way, seeds: int) -> tuple[np.ndarray, ...]:
     """Losses and top-1 of all seeds; see `make_trainer`."""
     program, validation = make_trainer(task.model, way), task.validation()
-    fit = max(1, task.model.seeds_at_once * EIGHT.count // task.workers.count)
+    fit = max(1, task.model.seeds_at_once * EIGHT.number // task.workers.number)
     at_once = 2 if jax.default_backend() == "cpu" else fit
     parts = []
     for first in range(0, seeds, at_once):
@@ -443,47 +443,41 @@ def figures(losses: np.ndarray, validation: np.ndarray, top1: np.ndarray) -> Row
     }
 
 
-def difference(values: Sequence[float], exact: Sequence[float]) -> dict[str, float | None]:
-    """Mean over seeds of the paired difference in %, and its standard error.
+def paired(apart: np.ndarray) -> tuple[float | None, float | None]:
+    """Mean over seeds of paired differences, and its standard error.
 
     One seed has no standard error. If a run diverged there is neither.
     """
+    if not np.all(np.isfinite(apart)):
+        return None, None
+    error = float(apart.std(ddof=1) / math.sqrt(apart.size)) if apart.size > 1 else None
+    return float(apart.mean()), error
+
+
+def difference(values: Sequence[float], exact: Sequence[float]) -> dict[str, float | None]:
+    """The paired difference of losses in %; see `paired`."""
     percent = 100 * (np.asarray(values, np.float64) / np.asarray(exact, np.float64) - 1)
-    if not np.all(np.isfinite(percent)):
-        return {"percent": None, "error": None}
-    error = float(percent.std(ddof=1) / math.sqrt(percent.size)) if percent.size > 1 else None
-    return {"percent": float(percent.mean()), "error": error}
+    return dict(zip(("percent", "error"), paired(percent), strict=True))
 
 
 def points(values: Sequence[float], exact: Sequence[float]) -> dict[str, float | None]:
-    """Mean over seeds of the paired difference of shares, in points (hundredths), and its error.
-
-    One seed has no standard error. If a run diverged there is neither.
-    """
+    """The paired difference of shares in points (hundredths); see `paired`."""
     apart = 100 * (np.asarray(values, np.float64) - np.asarray(exact, np.float64))
-    if not np.all(np.isfinite(apart)):
-        return {"points": None, "error": None}
-    error = float(apart.std(ddof=1) / math.sqrt(apart.size)) if apart.size > 1 else None
-    return {"points": float(apart.mean()), "error": error}
+    return dict(zip(("points", "error"), paired(apart), strict=True))
 
 
-def of_reference(
-    values: Sequence[float], reference: Sequence[float]
-) -> dict[str, float | None] | None:
+def of_reference(values: Sequence[float], reference: Sequence[float]) -> dict[str, float | None]:
     """Mean over seeds of the paired ratio in %, and its 95% interval by Student's t.
 
     Seeds are the sample: a claim "at least 99.9%" is shown if ``low`` is at least 99.9, refuted if
-    ``high`` is below it, and else open. One seed has no interval; `None` if a run diverged.
+    ``high`` is below it, and else open. One seed has no interval, and a run that diverged no ratio.
     """
     percent = 100 * np.asarray(values, np.float64) / np.asarray(reference, np.float64)
-    if not np.all(np.isfinite(percent)):
-        return None
-    mean, low, high = float(percent.mean()), None, None
-    if percent.size > 1:
-        error = percent.std(ddof=1) / math.sqrt(percent.size)
-        half = float(student.ppf(0.975, percent.size - 1) * error)
-        low, high = mean - half, mean + half
-    return {"percent": mean, "low": low, "high": high}
+    mean, error = paired(percent)
+    if mean is None or error is None:
+        return {"percent": mean, "low": None, "high": None}
+    half = float(student.ppf(0.975, percent.size - 1)) * error
+    return {"percent": mean, "low": mean - half, "high": mean + half}
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -506,7 +500,7 @@ def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> R
     seconds = round(time.perf_counter() - start, 3)
     settings = {
         "model": task.name, "init": task.model.config.init, "optimiser": "adamw",
-        "learning_rate": recipe.learning_rate, "workers": task.workers.count,
+        "learning_rate": recipe.learning_rate, "workers": task.workers.number,
         "global_batch": task.global_batch, "worker_batch": recipe.batch_size,
         "steps": recipe.steps, "seeds": seeds, "text": task.digest,
         "platform": jax.default_backend(), "backend": task.workers.backend,
@@ -552,7 +546,9 @@ def main(
         int | None,
         typer.Option(min=1, help="sequences of a step, over all workers (default: by model)"),
     ] = None,
-    backend: Annotated[Backend, typer.Option(help="of DynamiQ's kernels")] = "jnp",
+    backend: Annotated[
+        Backend, typer.Option(help="of the kernels of DynamiQ and MX floats")
+    ] = "jnp",
     seeds: Annotated[int, typer.Option(min=1, help="training runs of every row")] = 4,
     steps: Annotated[int | None, typer.Option(min=2, help="default: the model's")] = None,
     rate: Annotated[
@@ -577,7 +573,8 @@ def main(
     simulated = Workers(workers, backend)
     runs: list[tuple[Task, list[Way]]] = []
     for name in contenders.parts(models):
-        config, recipe, *at_once = MODELS[name]
+        model = MODELS[name]
+        config, recipe = model.config, model.recipe
         if global_batch:
             recipe = recipe._replace(batch_size=global_batch // workers)
         corpus = load_corpus(config.vocab_size)
@@ -585,7 +582,12 @@ def main(
             usual = LEARNING_RATES.get((name, init), recipe.learning_rate)
             peak = usual if rate is None else rate
             own = recipe._replace(steps=steps or recipe.steps, learning_rate=peak)
-            task = Task(name, Model(replace(config, init=init), own, *at_once), corpus, simulated)
+            task = Task(
+                name,
+                model._replace(config=replace(config, init=init), recipe=own),
+                corpus,
+                simulated,
+            )
             try:
                 ways = make_ways(*named, own, simulated)
                 for way in ways:

@@ -177,7 +177,8 @@ class Compression(Options):
             pushed = self._pushed(method, self.topology or topology, n_workers)
         if pushed is not None:
             reason += f"; sums of up to {pushed[1] >> 20} MiB by one push kernel for each bucket"
-        route = Route(method, topology, sizes, runner, limits, reason, pushed)
+        in_bf16 = fast and self.method is None
+        route = Route(method, topology, sizes, runner, limits, reason, pushed, in_bf16)
         runner.check(n_workers, route.flat)
         return route
 

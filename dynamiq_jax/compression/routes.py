@@ -38,6 +38,8 @@ class Route:
     pushed: tuple[int, int] | None = None
     """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
     they never do."""
+    shards_in_bf16: bool = False
+    """Whether FSDP scatters and gathers in bf16: its default over links as fast as NVLink."""
 
     @property
     def n_workers(self) -> int:

@@ -130,7 +130,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     left = [leaf for leaf in split if _padding(leaf, n) is None]
     padded_size = sum(_padded_size(bucket, n) for bucket in grouping.buckets)
     scattered, parameters = (
-        np.sum([_sharded_bytes(bucket, bucket.size, how) for bucket in grouping.buckets], axis=0)
+        np.sum([_of_fsdp(bucket, how) for bucket in grouping.buckets], axis=0)
         for how in (None, PARAMETERS)
     )
     updates = np.sum(
@@ -141,6 +141,8 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
         ],
         axis=0,
     )
+    in_bf16 = any(bucket.route.shards_in_bf16 for bucket in grouping.buckets)
+    said = ", in bf16: over NVLink compression takes longer" if in_bf16 else ""
     gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
     masters = (4 + MOMENTS) * (padded_size / n + sum(leaf.size for leaf in left))  # f32
     rows = (
@@ -154,7 +156,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
         ),
         (
             "FSDP",
-            "dq.reduce_in_backward",
+            f"dq.reduce_in_backward{said}",
             exact + scattered + 2 * parameters,
             kept + (nbytes + MOMENTS * size) / n,
             nbytes / n,
@@ -170,6 +172,14 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
     """Coordinates of a bucket in sharded updates, with the zeros of its leaves."""
     found = [(leaf.shape, _padding(leaf, n_workers)) for leaf in bucket.leaves]
     return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
+
+
+def _of_fsdp(bucket: Bucket, gathers: Method | None) -> np.ndarray:
+    """Bytes to scatter or to gather a bucket in FSDP: in all, and on the outer axes."""
+    if not bucket.route.shards_in_bf16:
+        return _sharded_bytes(bucket, bucket.size, gathers)
+    n = bucket.route.n_workers
+    return np.full(2, 2.0 * (n - 1) * -(-bucket.size // n))
 
 
 def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:

@@ -10,6 +10,7 @@ error feedback without a separate memory.
 import dataclasses
 import functools
 import math
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -133,7 +134,7 @@ def sharded(
     axis_name: AxisName,
     *,
     compression: Compression | Method | ByPath | None = None,
-    differences: Compression | Method | ByPath = DIFFERENCES,
+    differences: Compression | Method | ByPath | None = None,
     max_norm: float | None = None,
     key: Array | None = None,
     specs: Any = None,
@@ -204,7 +205,8 @@ def sharded(
       axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
       compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory.
       differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
-        bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``.
+        bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
+        ``DynamiQ(bits=2.5, dither=True)``.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
@@ -228,8 +230,9 @@ def sharded(
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
     # Differences take the limits of the gradients, unless they have their own.
-    gathers = gathers_of(differences, compression)
-    total = Reduction(axis, compression, "mean", gathers=gathers, to="invarying")
+    gathers = gathers_of(differences, compression, lambda: DIFFERENCES)
+    options: dict[str, Any] = {"gathers": gathers, "copied": True, "to": "invarying"}
+    total = Reduction(axis, compression, "mean", **options)
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
@@ -485,11 +488,12 @@ class _Leaves(NamedTuple):
         found = zip(masters, self.slices, limits, strict=True)
         return self.treedef.unflatten(_followed(x, copy, gap, step) for x, copy, gap in found)
 
-    def gaps(self, masters: Any, differences: list[Array]) -> list[Any]:
+    def gaps(self, masters: Any, differences: list[Array], exactly: list[bool]) -> list[Any]:
         """The largest distance of each leaf's masters from copies that have moved."""
         moved_by, splits = _slices(differences, self.total), self.total.splits
-        found = zip(jax.tree.leaves(masters), self.slices, moved_by, splits, strict=True)
-        return [_gap(x, copy, u) if split else 0.0 for x, copy, u, split in found]
+        found = zip(jax.tree.leaves(masters), self.slices, moved_by, exactly, strict=True)
+        gaps = [_rounding(x, copy) if own else _gap(x, copy, u) for x, copy, u, own in found]
+        return [gap if split else 0.0 for gap, split in zip(gaps, splits, strict=True)]
 
     def exact_differences(self, masters: Any) -> list[Array]:
         """The differences of leaves that are not split, which all workers know, and zeros."""
@@ -554,8 +558,9 @@ class _Update(NamedTuple):
         )
         pending = state.pending
         if pending is None:
-            found = self._differences(masters, given.slices, given.total, for_differences)
-            after = given.gaps(masters, found)
+            exactly = given.total.gathers_exactly(describe_leaves(params))
+            found = self._differences(masters, given, exactly, for_differences)
+            after = given.gaps(masters, found, exactly)
         else:
             pending.check_taken()
             found = given.exact_differences(masters)
@@ -667,17 +672,26 @@ class _Update(NamedTuple):
         return [x.astype(jnp.float32) for x in own]
 
     def _differences(
-        self, masters: Any, copies: list[Array], total: Reduction, key: Array
+        self, masters: Any, given: _Leaves, exactly: list[bool], key: Array
     ) -> list[Array]:
-        """The differences of the masters from the copy: decoded, or exact for leaves not split."""
-        pairs = zip(jax.tree.leaves(masters), copies, strict=True)
-        found = [master - copy.astype(jnp.float32) for master, copy in pairs]
-        own = {i: found[i].astype(copies[i].dtype) for i, x in enumerate(total.splits) if x}
+        """The differences of the masters from the copy: decoded, or exact for leaves not split.
+
+        Where the wire has the copy's dtype, ``exactly``, rounded masters are gathered themselves.
+        """
+        total, values = given.total, jax.tree.leaves(masters)
+        found = [x - copy.astype(jnp.float32) for x, copy in zip(values, given.slices, strict=True)]
+        own = {
+            i: (values[i] if exactly[i] else found[i]).astype(given.copies[i].dtype)
+            for i, split in enumerate(total.splits)
+            if split
+        }
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
             warnings.filterwarnings("ignore", message=".*error of a super-group")
             gathered = total.some(own).gather(_some(masters, own), key)
-        whole = dict(zip(own, jax.tree.leaves(gathered), strict=True))
-        return [whole.get(i, x) for i, x in enumerate(found)]
+        for i, whole in zip(own, jax.tree.leaves(gathered), strict=True):
+            wide = (x.astype(jnp.float32) for x in (whole, given.copies[i]))
+            found[i] = operator.sub(*wide) if exactly[i] else whole
+        return found
 
 
 def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> ShardedState:
@@ -698,10 +712,11 @@ def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Ar
 
     Before the first update, a master whose rounded value equals its copy is kept: it may have more
     bits. Later the distance of a master from its copy may be ``gap``, plus some units in the last
-    place of the largest copy, since `optax.apply_updates` may round differently from `_gap`.
+    place of the copy, since `optax.apply_updates` may round differently from `_gap`.
     """
     value = copy.astype(jnp.float32)
-    slack = 4 * float(jnp.finfo(copy.dtype).eps) * jnp.max(jnp.abs(value), initial=0.0)
+    kind = jnp.finfo(copy.dtype)
+    slack = 4 * float(kind.eps) * jnp.abs(value) + float(kind.tiny)
     far = jnp.abs(master - value) > gap + slack
     changed = jnp.where(step == 0, master.astype(copy.dtype) != copy, far)
     return jnp.where(changed, value, master)
@@ -711,6 +726,13 @@ def _gap(master: Array, copy: Array, added: Array) -> Array:
     """The largest distance of a slice's masters from its copies after this update, f32."""
     after = (copy + added).astype(copy.dtype).astype(jnp.float32)
     return jnp.max(jnp.abs(master - after), initial=0.0)
+
+
+def _rounding(master: Array, copy: Array) -> Array:
+    """The largest distance of a slice's masters from their values in the copy's dtype, f32."""
+    kind = jnp.finfo(copy.dtype)
+    # No cast and back, which XLA may drop.
+    return jnp.max(jnp.abs(master - lax.reduce_precision(master, kind.nexp, kind.nmant)), initial=0)
 
 
 def _states(opt_state: Any) -> list[ShardedState]:

@@ -19,13 +19,14 @@ from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
 from dynamiq_jax.compression.explanation import explain_grouping
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import PARAMETERS
+from dynamiq_jax.compression.ways import DIFFERENCES, PARAMETERS
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.links import fast_links
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import BF16, F32, Method, State
+from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import exact_of, over_open_axes, reduce_leaves, weighted
@@ -99,6 +100,8 @@ class Reduction:
     """The axes beside these that split every leaf. Leaves share a bucket if these are the same."""
     gathers: Compression | None = None
     """How shards travel; `None`: nothing is gathered."""
+    copied: bool = False
+    """Whether all workers hold copies of sharded leaves, so that no loss gathers these (FSDP)."""
     to: Varying = "varying"
     """JAX's type of whole leaves after a gather, as for `all_gather`."""
     specs: Any = None
@@ -260,7 +263,7 @@ class Reduction:
         """Sums terms of whole leaves, by `_kinds`; every device gets its shards of the sums."""
         found, treedef = _named(terms)
         axes, words = self.axis.names, key_words(key)
-        for some, own, split in self._kinds(terms, self.compression):
+        for some, own, split in self._kinds(terms, self._chosen(self.compression, DynamiQ())):
             route = own.route(axis_sizes(self.axis))
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in split for name in names)
@@ -296,7 +299,7 @@ class Reduction:
         found, treedef = _named(shards)
         words = key_words(key)
         assert self.gathers is not None
-        for some, own, split in self._kinds(shards, self.gathers, sharded=True):
+        for some, own, split in self._kinds(shards, self._of_gathers(), sharded=True):
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
             route = told.route(axis_sizes(self.axis))
             for dimension, names in split:
@@ -311,6 +314,25 @@ class Reduction:
             found |= some
         pairs = zip(self.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
+
+    def gathers_exactly(self, leaves: list[Leaf]) -> list[bool]:
+        """Whether the wire's numbers have the dtype of a leaf, so that its shards keep all bits."""
+        methods = self._of_gathers().methods_of(leaves)
+        return [
+            isinstance(method, BF16 | F32) and method.native_dtype(leaf.dtype) == leaf.dtype
+            for method, leaf in zip(methods, leaves, strict=True)
+        ]
+
+    def _of_gathers(self) -> Compression:
+        assert self.gathers is not None
+        return self._chosen(self.gathers, DIFFERENCES if self.copied else PARAMETERS)
+
+    def _chosen(self, compression: Compression, default: Method) -> Compression:
+        """The compression, by the ``default`` if no method was passed; see `over_links`."""
+        if compression.method is not None:
+            return compression
+        method = default if self.copied else over_links(default)
+        return dataclasses.replace(compression, method=method)
 
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
@@ -343,20 +365,32 @@ class Reduction:
             yield part, dataclasses.replace(compression, method=method, exclude=exclude), split
 
 
+def over_links(default: Method) -> Method:
+    """The method of FSDP if none is passed: ``default``, or `BF16` over links as fast as NVLink.
+
+    There a step of 1.1 B parameters takes 51 ms by `BF16` and 55 with compression
+    (docs/performance.md).
+    """
+    return BF16() if fast_links() else default
+
+
 def gathers_of(
-    gather: Compression | Method | ByPath | None, compression: Compression
+    gather: Compression | Method | ByPath | None,
+    compression: Compression,
+    default: Callable[[], Method] = lambda: over_links(PARAMETERS),
 ) -> Compression:
-    """How shards travel. A bare method (default: 8 bits) has the limits of the gradients."""
+    """How shards travel. A bare method, or the default, has the limits of the gradients."""
     if isinstance(gather, Compression):
         return gather
-    chosen = PARAMETERS if gather is None else gather
 
     def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
         if cast(ByPath, compression.method)(path, leaf) is None:
             return None
-        return chosen if isinstance(chosen, Method) else chosen(path, leaf)
+        if gather is None:
+            return default()
+        return gather if isinstance(gather, Method) else gather(path, leaf)
 
-    method = method_of if compression.by_path else chosen
+    method = method_of if compression.by_path else gather
     return dataclasses.replace(compression, method=method, topology=None)
 
 

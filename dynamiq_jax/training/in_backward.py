@@ -92,9 +92,10 @@ def reduce_in_backward(
         the layer's index, or pass no key.
       specs: as for `psum`. A PartitionSpec that names ``axis_name``, or some of its axes, also says
         that a leaf is a shard, and along which dimension. Outside of maps types say this.
-      gather: how shards are gathered, like ``compression``. Default: ``DynamiQ(bits=8)``, with the
+      gather: how shards are gathered, like ``compression``. Default: ``DynamiQ(bits=8)`` with the
         same limits and exclusions as ``compression``. ``BF16()`` and ``F32()`` are native
-        all-gathers in 16 bits and in the leaf's dtype.
+        all-gathers in 16 bits and in the leaf's dtype. Over NVLink, where bf16 is faster,
+        ``BF16()`` is the default for shards and their gradients.
       copies: inside of maps, a tree like ``params`` of whole leaves, with the same bits on all
         workers, in any floating-point dtype. Gradients have the dtype of ``params``.
       method: the former name of ``compression``. It warns; the next version removes it.
@@ -111,7 +112,9 @@ def reduce_in_backward(
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
-    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression), overlaps=True)
+    gathers = gathers_of(gather, compression)
+    kinds: dict[str, Any] = {"copied": copies is not None, "overlaps": True}
+    total = Reduction(axis, compression, op, gathers=gathers, **kinds)
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")

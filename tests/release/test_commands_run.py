@@ -33,7 +33,8 @@ NEED = {
     "a package index (.ci/release-check)": "pip|make (demo|test)$",
     "a checkout of JAX": "python tests/conformance",
     "minutes to hours": (
-        r"python (benchmarks/evidence/training|examples/train_(local_steps|llm))"
+        r"python (benchmarks/evidence/(training|classifier|finetuned)"
+        r"|examples/train_(local_steps|llm))"
         r"|dynamiq-jax simulate .*8192"
     ),
     "a profile of a GPU": "python benchmarks/timeline",

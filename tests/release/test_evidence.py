@@ -4,6 +4,7 @@ import json
 import re
 
 import classifier
+import finetuned
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -137,7 +138,8 @@ def test_ratios_are_paired_and_their_interval_is_of_students_t():
     alike = training.of_reference([0.4995, 0.1998], [0.5, 0.2])
     assert (alike["low"], alike["high"]) == pytest.approx((99.9, 99.9))
     assert training.of_reference([0.25], [0.5]) == {"percent": 50.0, "low": None, "high": None}
-    assert training.of_reference([None, 0.5], [0.5, 0.5]) is None
+    diverged = training.of_reference([None, 0.5], [0.5, 0.5])
+    assert diverged == {"percent": None, "low": None, "high": None}
 
 
 def test_intervals_hold_the_mean_in_95_of_100_draws():
@@ -181,11 +183,141 @@ def test_a_classifier_learns_and_rows_are_paired():
     recipe = classifier.Recipe(100, 4, 4e-3, 0)
     exact, psum = classifier.make_ways(["bf16-psum"], ["direct"], recipe)
     with jax.numpy_rank_promotion("allow"):
-        first = classifier.row(data, exact, recipe, 2, None)
-        again = classifier.row(data, exact, recipe, 2, first)
-        narrow = classifier.row(data, psum, recipe, 2, first)
+        first = classifier.row(data, exact, recipe, 2, {})
+        again = classifier.row(data, exact, recipe, 2, {"exact": first})
+        narrow = classifier.row(data, psum, recipe, 2, {"exact": first})
     assert again["losses"] == first["losses"] and first["losses"][0] != first["losses"][1]
     assert again["summary"]["difference"] == {"mean": 0, "error": 0}
     assert min(first["accuracy"]) > 90 and narrow["losses"] != first["losses"]
     paired = np.subtract(narrow["accuracy"], first["accuracy"])
     assert narrow["summary"]["difference"]["mean"] == pytest.approx(paired.mean())
+
+
+# --- A fine-tuned model ---------------------------------------------------------------------------
+
+SOURCE = '''"""A module."""
+
+import os
+
+
+class Thing:
+    """Kept apart.
+
+    Both lines.
+    """
+
+    name = "no docstring"
+
+    def run(self): "Short."
+
+
+async def go():
+    """Goes."""
+    return os
+'''
+
+
+def test_docstrings_leave_the_code():
+    code, docstrings = finetuned.separated(SOURCE)
+    assert docstrings == "A module.\n\nKept apart.\n\nBoth lines.\n\nGoes.\n\nShort."
+    left = [line.strip() for line in code.splitlines() if line.strip()]
+    assert left == ["import os", "class Thing:", 'name = "no docstring"', *left[3:]]
+    assert left[3:] == ["async def go():", "return os"]  # its line had the docstring, too
+
+
+def test_whole_files_are_held_out_up_to_the_limit(monkeypatch):
+    texts = {f"file {number}": f"<{number}>" * 50 for number in range(200)}
+    train, held = finetuned.split(texts)
+    found = [set(re.findall(rb"<(\d+)>", half)) for half in (train, held)]
+    assert not found[0] & found[1] and len(found[0] | found[1]) == 200
+    assert 20 < len(found[1]) < 60
+    assert finetuned.split(dict(reversed(texts.items()))) == (train, held)
+    monkeypatch.setattr(finetuned, "MAX_BYTES", 5000)
+    few = finetuned.split(texts)
+    assert 4500 < sum(map(len, few)) <= 5000 and train.startswith(few[0])
+
+
+def test_chunks_have_the_text_of_their_class():
+    """Token c of class c, and no other one, in batches as in held-out chunks."""
+    tokens = tuple(np.full(300 + 10 * kind, kind, np.int32) for kind in range(4))
+    texts = finetuned.Texts(tokens, tokens)
+    for chunks, labels in (texts.batches(3, (2, 8, 4)), texts.held_out()):
+        assert chunks.shape == (*labels.shape, finetuned.CHUNK)
+        assert set(labels.flat) == {0, 1, 2, 3}
+        np.testing.assert_array_equal(chunks, np.broadcast_to(labels[..., None], chunks.shape))
+    again = texts.batches(3, (2, 8, 4))[1]
+    np.testing.assert_array_equal(again, texts.batches(3, (2, 8, 4))[1])
+    assert not np.array_equal(again, texts.batches(4, (2, 8, 4))[1])
+
+
+def test_a_fine_tuning_starts_from_the_pretrained_model_and_learns(monkeypatch):
+    """Text of even tokens against text of odd ones: a pretrained trunk, and a head of its own."""
+    monkeypatch.setattr(finetuned, "HELD_CHUNKS", 64)
+    config = training.MODELS["micro"].config
+    corpus = training.load_corpus(config.vocab_size)
+    first = training.Recipe(30, 4, 4e-3, 0)
+    start = finetuned.pretrain(config, first, corpus, 0)
+    task = training.Task("micro", training.MODELS["micro"], corpus, training.EIGHT)
+    score = jax.jit(training.make_score(config))
+    fresh = training.init_params(config, jax.random.key(0))
+    losses = [float(score(params, task.validation()[0])[0]) for params in (fresh, start)]
+    assert losses[1] < 0.8 * losses[0]
+    headed = finetuned.with_classes(start, jax.random.key(1))
+    differ = jax.tree.map(lambda x, y: x.shape != y.shape or bool((x != y).any()), headed, start)
+    assert sum(jax.tree.leaves(differ)) == 1
+    assert headed["head"]["kernel"].shape == (config.dim, len(finetuned.KINDS))
+
+    rng = np.random.default_rng(0)
+    tokens = tuple(np.int32(4 * rng.integers(0, 64, 4000) + kind) for kind in range(4))
+    texts = finetuned.Texts(tokens, tokens)
+    recipe = training.Recipe(40, 4, 4e-3, 0)
+    exact, psum = training.make_ways(["bf16-psum"], ["direct"], recipe)
+    batches, rows = texts.batches(0, (40, 8, 4)), {}
+    for way in (exact, psum):
+        trainer = finetuned.make_trainer(config, way, recipe)
+
+        def train(seed, trainer=trainer):
+            return trainer(start, np.int32(seed), batches, texts.held_out())
+
+        rows[way.method] = classifier.make_row(way, headed, train, 2, rows)
+    found, narrow = rows["exact"], rows["bf16-psum"]
+    assert min(found["accuracy"]) > 60 and found["losses"][0] != found["losses"][1]
+    assert narrow["summary"]["of_bf16"] == {"percent": 100, "low": 100, "high": 100}
+    assert narrow["losses"] != found["losses"]
+    assert max(np.abs(np.subtract(narrow["losses"], found["losses"]))) < 0.05
+
+
+# --- Tables of accuracies -------------------------------------------------------------------------
+
+
+def trained(method, topology, workers, percent, top1, invocation=0):
+    settings = {"model": "mid", "init": "unit", "steps": 400, "global_batch": 64, "seeds": 2}
+    settings |= {"platform": "gpu", "method": method, "topology": topology, "workers": workers}
+    apart = {"percent": percent, "error": 0.25}, {"points": -percent / 2, "error": 0.125}
+    row = {"settings": settings, "bits_per_coord": 5.0, "invocation": invocation, "top1": top1}
+    return row | {"summary": dict(zip(("validation", "top1"), apart, strict=True))}
+
+
+def test_tables_have_rows_of_all_runs_beside_bf16(monkeypatch):
+    exact = trained("exact", "native", 8, 0.0, [0.5, 0.5])
+    rows = [exact, trained("bf16-psum", "native", 8, 0.0, [0.5, 0.4])]
+    rows += [
+        trained("dynamiq:5", "ring", workers, workers / 10, [0.49, 0.4]) for workers in (8, 64)
+    ]
+    other = trained("exact", "native", 8, 0.0, [0.9, 0.9], 1)
+    again = trained("exact", "native", 8, 0.0, [0.7, 0.7])
+    rows += [again, other, trained("bf16-psum", "native", 8, 0.0, [0.8, 0.8], 1)]
+    kept = {"invocations": [{"device": "One"}, {"device": "Two"}], "rows": rows}
+    monkeypatch.setattr(pages, "load", lambda file: kept)
+    by_workers = pages.workers_table().splitlines()
+    assert "loss, 8 | loss, 64 | top-1, 8 | top-1, 64" in by_workers[0]
+    title = "17 M parameters (`mid`, unit initialisation), 400 steps of 64 sequences, 2 seeds"
+    assert by_workers[2] == f"| *{title}, One* |"
+    ours = "| **DynamiQ**, `dynamiq:5` | ring | +0.80 ± 0.25 | +6.40 ± 0.25 | −0.40 ± 0.12 |"
+    assert by_workers[4] == f"{ours} −3.20 ± 0.12 |"
+    assert by_workers[5] == f"| *{title}, Two* |" and len(by_workers) == 7
+    kept["rows"] = [row for row in rows if row["settings"]["workers"] == 8]
+    top1 = pages.top_1_table().splitlines()
+    assert len(top1) == 9  # two runs, and the exact mean of the first one is there once
+    assert top1[3] == "| exact mean, f32 | 5.00 | 50.00 ± 0.00 |  | 112.50 (-46.33 to 271.33) |"
+    assert top1[5].endswith("| 44.5 ± 4.5 | −5.5 ± 4.5 | 99.00 (86.29 to 111.71) |")

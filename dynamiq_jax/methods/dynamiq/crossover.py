@@ -8,6 +8,8 @@ import json
 from importlib import resources
 from typing import Any
 
+import jax
+
 _MEASURED: list[dict[str, Any]] = json.loads(
     resources.files("dynamiq_jax.methods.dynamiq").joinpath("crossover.json").read_text()
 )
@@ -20,8 +22,13 @@ def _entry(n_workers: int) -> dict[str, Any]:
 
 
 def psum_bytes(n_workers: int) -> int:
-    """The bytes of a bucket below which `jax.lax.psum` is faster on GPUs connected by NVLink."""
-    return _entry(n_workers)["psum_bytes"]
+    """The bytes of a bucket below which `jax.lax.psum` is faster on GPUs connected by NVLink.
+
+    One process for each GPU has no copy engines and no push kernels, so its limit is larger.
+    """
+    entry = _entry(n_workers)
+    alone = entry["psum_bytes"]
+    return alone if jax.process_count() == 1 else entry.get("psum_bytes_of_processes", alone)
 
 
 def push_bytes(n_workers: int) -> tuple[int, int] | None:
