@@ -23,7 +23,7 @@ from kernel_runs import (
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from pallas_kernels import kernels, push, triton
+from pallas_kernels import kernels, mosaic, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
 from pallas_kernels.format import DEALT, QUAD
@@ -144,9 +144,8 @@ DTYPES_OF_GRADIENTS = ["float32", "bfloat16", "float16"]
         [(128, "bfloat16"), (1024, "float16")],
     ),
 )
-def test_statistics_of_mosaic_lower_for_cuda(size, dtype, monkeypatch):
-    monkeypatch.setattr(pk, "_implementation", lambda *_: (kernels, {"lowering": Mosaic()}))
-    statistics = partial(pk.statistics, super_group_size=size)
+def test_statistics_of_mosaic_lower_for_cuda(size, dtype):
+    statistics = partial(mosaic.statistics, super_group_size=size)
     x = jax.ShapeDtypeStruct((3, SIZE), dtype)
     assert "dynamiq_statistics" in lowered_for_cuda(statistics, x.update(shape=(SIZE,)))
     assert "@mosaic_gpu" in lowered_for_cuda(jax.vmap(statistics), x)
