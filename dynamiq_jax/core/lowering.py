@@ -58,10 +58,10 @@ def _lower(context: Any, *args: Any, ordered: Any, otherwise: Any, for_set_mesh:
     module = context.module_context
     mesh = getattr(getattr(module, "axis_context", None), "mesh", None)
     exported = getattr(getattr(module, "lowering_parameters", None), "for_export", True)
-    known = isinstance(mesh, Mesh) and not exported
     # JAX may have traced a part of the program before a mesh was set, and would lower it once.
-    known = known and (for_set_mesh or not is_mesh_set())
-    program = ordered if known and in_order(mesh.devices) else otherwise
+    once = is_mesh_set() and not for_set_mesh
+    known = isinstance(mesh, Mesh) and in_order(mesh.devices)
+    program = ordered if known and not exported and not once else otherwise
     return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(context, *args)
 
 
