@@ -471,16 +471,24 @@ def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused,
             jax.eval_shape(mapped, x)
 
 
+def needs_of_meshes(names=()):
+    """What push kernels need of a mesh, as on GPUs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = set(names) <= set(mesh.axis_names) == set(mesh.manual_axes)
+    return None if mapped else "jax.shard_map over all axes of a mesh"
+
+
 @pytest.fixture
 def nvlink(monkeypatch):
     """Devices that push kernels would run on, by stand-ins, with limits for small tests."""
     monkeypatch.setattr(compressing, "fast_links", lambda: True)
-    monkeypatch.setattr(pk, "needs_of_push", lambda: None)
+    monkeypatch.setattr(pk, "needs_of_push", needs_of_meshes)
     monkeypatch.setattr(dynamiq, "push_bytes", lambda n: (2**15, 2**20))
     monkeypatch.setattr(pk, "exchange", exchanged)
     called: list[int] = []
 
     def all_reduce(*args, **options):
+        assert needs_of_meshes(args[5]) is None
         called.append(args[0].x.size)
         return reduced(*args, **options) * 1000.0  # told from the other road
 
@@ -511,6 +519,61 @@ def test_fast_links_push_where_the_mesh_has_its_devices_in_order(nvlink, check_v
     assert nvlink
     for order in ([1, 0], [2, 3]):
         assert off(on_mesh(order, reduce, x, check_vma=check_vma), exact) < 0.2
+
+
+def over(mesh, x, wanted=None):
+    """A row of ``x`` for each device of a mesh; and a psum mapped over ``wanted``'s devices."""
+    run = jax.shard_map(
+        lambda x: dq.psum(x[0], "data"), mesh=wanted, in_specs=P("data"), out_specs=P()
+    )
+    return jax.device_put(x, jax.NamedSharding(mesh, P("data"))), jax.jit(run)
+
+
+def test_each_mesh_that_is_set_has_a_program_by_its_own_devices(nvlink):
+    x = gradient(5, 2, 7 * 2**14)  # no other test has traced this size
+    exact = np.asarray(x).sum(0)
+    run = over(auto_mesh(2), x)[1]
+    for order, pushes in (([0, 1], True), ([1, 0], False), ([2, 3], False), ([0, 1], True)):
+        mesh = Mesh(np.array(jax.devices())[order], ("data",))
+        with jax.set_mesh(mesh):
+            total = np.asarray(run(over(mesh, x)[0]))
+        assert off(total / (1000 if pushes else 1), exact) < 0.2, order
+
+
+def test_programs_for_devices_that_are_not_known_do_not_push(nvlink):
+    x, mesh = gradient(5, 2, 9 * 2**14), auto_mesh(2)  # no other test has traced this size
+    exact, (own, run) = np.asarray(x).sum(0), over(mesh, x, mesh.abstract_mesh)
+    assert off(np.asarray(run(own)), exact) < 0.2
+    shapes = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding)
+    exported = jax.export.export(over(mesh, x, mesh)[1])(shapes)
+    reverse = Mesh(np.array(jax.devices())[[1, 0]], ("data",))
+    assert off(np.asarray(jax.jit(exported.call)(over(reverse, x)[0])), exact) < 0.2
+    # Nor does a part that JAX has traced before a mesh was set.
+    run = over(mesh, x)[1]
+    for around in (mesh, reverse):
+        with jax.set_mesh(around):
+            assert off(np.asarray(run(over(around, x)[0])), exact) < 0.2
+
+
+def test_programs_that_push_take_arrays_on_several_meshes(nvlink):
+    x, mesh = gradient(5, 2, 9 * 2**14), auto_mesh(2)
+    own, run = over(mesh, x, mesh)
+    other = jax.NamedSharding(Mesh(np.array(jax.devices())[:2], ("other",)), P())
+    added = jax.device_put(jnp.zeros(x.shape[1]), other)
+    total = np.asarray(jax.jit(lambda x, y: run(x) + y)(own, added))
+    assert off(total / 1000, np.asarray(x).sum(0)) < 0.2
+
+
+@pytest.mark.parametrize(("mapped", "compiled"), [(False, False), (True, True)])
+def test_axes_of_vmap_do_not_push(nvlink, mapped, compiled):
+    n, x = 3, gradient(5, 3, 2**15)
+    reduce = lambda x: dq.psum(x, "worker")
+    run = jax.vmap(jax.jit(reduce) if compiled else reduce, axis_name="worker", out_axes=None)
+    if mapped:
+        run = jax.shard_map(run, mesh=auto_mesh(2), in_specs=P(), out_specs=P(), check_vma=False)
+    # A size that is compressed among n workers.
+    assert off(np.asarray(run(jnp.tile(x, n))), np.tile(np.asarray(x).sum(0), n)) < 0.2
+    assert not nvlink
 
 
 def by(compression=None, **options):

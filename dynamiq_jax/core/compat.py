@@ -95,6 +95,25 @@ def coordination_client() -> Any:
     return client
 
 
+def needs_devices(primitive: Primitive) -> None:
+    """Has JAX lower programs with this primitive anew for other devices, or another order of them.
+
+    Else JAX lowers programs once for all meshes of `jax.set_mesh` that differ only in devices.
+    """
+    with private("the primitives that need devices (jax._src.dispatch)"):
+        from jax._src import dispatch  # there is no public way to it
+
+        dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+
+def is_mesh_set() -> bool:
+    """Whether `jax.set_mesh` has set a mesh of devices, also where JAX traces or lowers."""
+    with private("the mesh of jax.set_mesh (jax._src.mesh)"):
+        from jax._src import mesh  # the public function refuses calls under a trace
+
+        return not mesh.get_concrete_mesh().empty
+
+
 def varying_axes(x) -> frozenset[str]:
     """The mesh axes over which ``x`` is known to vary (empty where JAX does not track that)."""
     aval = x if isinstance(x, jax.core.ShapedArray) else jax.typeof(x)

@@ -4,6 +4,7 @@ While a function under `jax.shard_map` is traced, JAX does not say which devices
 how many. The rule that lowers a primitive sees them.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,42 +12,28 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
+
+from dynamiq_jax.core.compat import is_mesh_set, needs_devices
 
 
 def by_device_order(ordered: Callable[..., Any], otherwise: Callable[..., Any], *args: Any) -> Any:
     """``ordered(*args)`` if the mesh has the devices 0, 1, ... in this order, else ``otherwise``.
 
     Both functions are traced, and only one is in the program. They must return trees of arrays of
-    the same types, and have no side effects. Where the devices are not known, and under `jax.vmap`,
-    ``otherwise`` is chosen.
+    the same types, and have no side effects. ``otherwise`` is chosen where the devices are not
+    known (an `AbstractMesh`), where the program is exported to other devices, and under `jax.vmap`.
     """
     leaves, treedef = jax.tree.flatten(args)
     programs, shapes = {}, None
     for name, function in (("ordered", ordered), ("otherwise", otherwise)):
         flat = lambda *xs, function=function: function(*treedef.unflatten(xs))
         programs[name], shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(shapes), _chosen.bind(*leaves, **programs))
-
-
-_chosen = Primitive("dynamiq_by_device_order")
-_chosen.multiple_results = True
-
-
-@_chosen.def_impl
-def _(*args: Any, ordered: Any, otherwise: Any) -> list[Any]:
-    return jaxpr_as_fun(otherwise)(*args)
-
-
-@_chosen.def_abstract_eval
-def _(*_: Any, ordered: Any, otherwise: Any) -> list[Any]:
-    return list(otherwise.out_avals)
-
-
-def _lower(context: Any, *args: Any, ordered: Any, otherwise: Any) -> Any:
-    around = getattr(context.module_context, "axis_context", None)
-    devices = getattr(getattr(around, "mesh", None), "devices", None)
-    program = ordered if devices is not None and in_order(devices) else otherwise
-    return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(context, *args)
+    # JAX limits programs that need devices to one mesh, so only those of `jax.set_mesh` are such.
+    chosen = _chosen_for_set_mesh if is_mesh_set() else _chosen
+    if chosen is _chosen_for_set_mesh:
+        needs_devices(chosen)
+    return jax.tree.unflatten(jax.tree.structure(shapes), chosen.bind(*leaves, **programs))
 
 
 def in_order(devices: np.ndarray) -> bool:
@@ -54,10 +41,40 @@ def in_order(devices: np.ndarray) -> bool:
     return [device.id for device in devices.flat] == list(range(devices.size))
 
 
+def _run(*args: Any, ordered: Any, otherwise: Any) -> list[Any]:
+    return jaxpr_as_fun(otherwise)(*args)
+
+
+def _types(*_: Any, ordered: Any, otherwise: Any) -> list[Any]:
+    return list(otherwise.out_avals)
+
+
 def _batch(args: Sequence[Any], dims: Sequence[Any], *, ordered: Any, otherwise: Any) -> Any:
     results = jax.vmap(jaxpr_as_fun(otherwise), in_axes=tuple(dims))(*args)
     return results, [0] * len(results)
 
 
-mlir.register_lowering(_chosen, _lower)
-batching.primitive_batchers[_chosen] = _batch
+def _lower(context: Any, *args: Any, ordered: Any, otherwise: Any, for_set_mesh: bool) -> Any:
+    module = context.module_context
+    mesh = getattr(getattr(module, "axis_context", None), "mesh", None)
+    exported = getattr(getattr(module, "lowering_parameters", None), "for_export", True)
+    # JAX may have traced a part of the program before a mesh was set, and would lower it once.
+    once = is_mesh_set() and not for_set_mesh
+    known = isinstance(mesh, Mesh) and in_order(mesh.devices)
+    program = ordered if known and not exported and not once else otherwise
+    return mlir.lower_fun(jaxpr_as_fun(program), multiple_results=True)(context, *args)
+
+
+def _primitive(*, for_set_mesh: bool) -> Primitive:
+    """The primitive of the choice, with its rules."""
+    primitive = Primitive("dynamiq_by_device_order")
+    primitive.multiple_results = True
+    primitive.def_impl(_run)
+    primitive.def_abstract_eval(_types)
+    batching.primitive_batchers[primitive] = _batch
+    mlir.register_lowering(primitive, functools.partial(_lower, for_set_mesh=for_set_mesh))
+    return primitive
+
+
+_chosen = _primitive(for_set_mesh=False)
+_chosen_for_set_mesh = _primitive(for_set_mesh=True)

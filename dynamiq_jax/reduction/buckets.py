@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import inlined
@@ -108,7 +109,8 @@ def reduce_leaves(
         values |= zip(indices, exact, strict=True)
         divisor, metrics = axis.size if op == "mean" else 1, sent is not None
         run = axis.program(_reduce_bucket)
-        pushes = axis.groups is None and not axis.vmapped
+        # JAX's collectives also run over axes of `jax.vmap`; push kernels do not.
+        pushes = axis.groups is None and pk.needs_of_push(axis.names) is None
         nbytes = sum(bucket.nbytes for bucket in grouping.buckets)
         # Buckets keep their order: seeds[number] and after[number] belong to bucket ``number``.
         for number, bucket in enumerate(grouping.buckets):
