@@ -50,7 +50,7 @@ def _lower(context: Any, *args: Any, ordered: Any, otherwise: Any) -> Any:
 
 
 def in_order(devices: np.ndarray) -> bool:
-    """Whether a mesh's array of devices has those of numbers 0, 1, ... in row-major order."""
+    """Whether a mesh's array has the devices 0, 1, ... in row-major order."""
     return [device.id for device in devices.flat] == list(range(devices.size))
 
 
