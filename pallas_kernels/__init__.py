@@ -88,8 +88,8 @@ def deal(
 
     Args:
       energy: finite and at least 0, for every super-group that holds coordinates.
-      taken: of how many levels the tiles have an upgrade, in states that follow each other. The
-        last state that fits a budget is taken. The very last comes twice.
+      taken: the number of levels whose tiles have an upgrade, in consecutive states. The plan uses
+        the last state that fits a budget. The final state comes twice.
       upgrades: the upgrades and F budgets.
       shape: chunks (C, a multiple of the shards) and super-groups of each (m), a multiple of
         `TILE_ROWS`. Padding of energy 0 follows a shard's super-groups; its numbers come after all
@@ -210,7 +210,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
       The tree of what came, [n, ...]: row i is from worker i.
 
     Raises:
-      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+      NotImplementedError: the GPUs, JAX, the processes or the mesh do not support push kernels.
     """
     from pallas_kernels import push
 
@@ -230,7 +230,7 @@ def all_reduce(
 ) -> Float[Array, "rows S"]:
     """`compress`, an exchange, a hop, another exchange and `decompress` in one kernel.
 
-    Chunk i is summed by worker i. The bits are those of the kernels it stands for. It runs where
+    Worker i sums chunk i. The bits equal those that the separate kernels give. It runs where
     `exchange` does.
 
     Args:
@@ -239,15 +239,15 @@ def all_reduce(
       noise: row i is the randomness of worker i, for the gradients and for the sums it encodes. Or
         two words, this worker's part of the seed: then the kernel computes `slot_noise` of the sum
         of all workers' parts, with a rounding other than "correlated".
-      words: lengths of a payload of gradients, and of sums.
-      result: all sums, with no ``start``, and ``into`` nothing.
+      words: lengths, in 32-bit words, of a payload of gradients, and of a payload of sums.
+      result: all sums, without ``start`` and ``into``.
       axes: as for `exchange`.
       fmt: the wire format.
       even: whether super-groups are in their order, all chunks have equal tiles and ``mean_sum`` is
         zero. Then the kernel does without those arrays.
 
     Raises:
-      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+      NotImplementedError: the GPUs, JAX, the processes or the mesh do not support push kernels.
     """
     from pallas_kernels import push
 

@@ -10,10 +10,10 @@ from pallas_kernels.format import WireFormat
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
 WARP = 32
-"""Groups of a super-group that kernels of "mosaic" take: one for each thread of a warp."""
+"""The most groups of a super-group in "mosaic" kernels: one for each thread of a warp."""
 
 MOST_WORKERS = 8
-"""Devices of a mesh for push kernels: the GPUs of a host that all reach each other."""
+"""The most devices of a mesh for push kernels: GPUs of a host that all reach each other."""
 
 _NO_TRITON = f"JAX {jax.__version__} has no Triton lowering of Pallas kernels"
 
@@ -33,7 +33,7 @@ def resolve_backend(backend: Backend | None, fmt: WireFormat | None = None) -> B
     """The backend that runs here for ``backend``; `None` chooses one, see `choose_backend`.
 
     Raises:
-      ValueError: ``backend`` is none of the known ones.
+      ValueError: ``backend`` is unknown.
       NotImplementedError: a named backend does not run here: "triton" or "mosaic" without an NVIDIA
         GPU as the default platform, "mosaic" before Hopper or JAX 0.11, "triton" or "interpret"
         with a JAX without Pallas' Triton lowering.
@@ -63,7 +63,7 @@ def choose_backend(
     Args:
       backend: a known backend, which need not run here, or `None`.
       fmt: the format that `None` chooses a backend for; without one, any.
-      has_mosaic: whether there are such kernels for Mosaic.
+      has_mosaic: whether Mosaic has these kernels.
     """
     if backend is not None:
         return Choice(backend)
@@ -100,7 +100,7 @@ def _check_runs(backend: Backend) -> None:
 
 
 def _needs_of_mosaic(fmt: WireFormat | None = None) -> str | None:
-    """What Mosaic's kernels need, of a format if there is one, and do not have here, or `None`."""
+    """The needs of Mosaic's kernels, for ``fmt`` if given, that are not met here, or `None`."""
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     if float(capability) < 9:
         return f"GPUs of compute capability 9.0 (Hopper) or later, and these have {capability}"
@@ -116,7 +116,7 @@ def _needs_of_mosaic(fmt: WireFormat | None = None) -> str | None:
 
 
 def pushes(fmt: WireFormat, backend: Backend | None) -> bool:
-    """Whether one push kernel takes a format; "mosaic" and no backend allow it."""
+    """Whether one push kernel supports a format; "mosaic" and `None` allow it."""
     return backend in (None, "mosaic") and fmt.groups <= WARP
 
 
@@ -129,7 +129,7 @@ def check_push(names: tuple[str, ...]) -> None:
 
 
 def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
-    """What push kernels over the axes ``names`` need and do not have here; `None`: they run.
+    """The needs of push kernels over the axes ``names`` that are not met here; `None`: they run.
 
     Outside of maps, where there are no axes, only the devices and JAX are considered.
     """

@@ -37,7 +37,7 @@ def by_device_order(ordered: Callable[..., Any], otherwise: Callable[..., Any], 
 
 
 def in_order(devices: np.ndarray) -> bool:
-    """Whether a mesh's array of devices has those of numbers 0, 1, ... in row-major order."""
+    """Whether a mesh's array has the devices 0, 1, ... in row-major order."""
     return [device.id for device in devices.flat] == list(range(devices.size))
 
 
