@@ -43,6 +43,8 @@ def runs_triton() -> bool:
             thread.submit(lower).result()
         except (AssertionError, AttributeError, NotImplementedError, ValueError):  # no rule
             return False
+        except RuntimeError as error:
+            return "No supported GPU devices" in str(error)  # the rule asks for one
     return True
 
 
