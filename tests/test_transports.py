@@ -590,6 +590,33 @@ def test_axes_of_vmap_do_not_push(nvlink, mapped, compiled):
     assert not nvlink
 
 
+@pytest.mark.filterwarnings("ignore:leaf .*other")  # it is too small without push kernels
+def test_states_fit_wherever_they_are_made(nvlink, monkeypatch):
+    """Buckets of a method without memory have a place among the states of the others."""
+    method = lambda path, _: dq.ErrorFeedback(CHEAP.method) if "kept" in path else dq.DynamiQ()
+    told = dq.Compression(method, min_leaf_size=1)
+    monkeypatch.setattr(dynamiq, "psum_bytes", lambda n: 2**19)  # the first leaf has more
+    x = gradient(5, 2, 3 * 2**16)
+    tree, mesh = {"kept": x, "other": x[:, : 3 * 2**15]}, auto_mesh(2)
+    of_one = {name: x[0] for name, x in tree.items()}
+
+    def reduce(tree, state):
+        found = dq.reduce(tree, "data", op="sum", compression=told, state=state)
+        return found.tree["other"], found.state
+
+    run = jax.shard_map(
+        lambda tree, state: reduce(*jax.tree.map(lambda x: x[0], (tree, state)))[0],
+        mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False,
+    )  # fmt: skip
+    states = [told.init_state(of_one, 2, stacked=True)]
+    with jax.set_mesh(mesh):
+        states.append(told.init_state(of_one, 2, stacked=True))
+    for state in states:
+        total = np.asarray(jax.jit(run)(tree, state))
+        assert off(total, np.asarray(tree["other"]).sum(0)) < 0.2
+    assert not nvlink
+
+
 def by(compression=None, **options):
     """A psum that compresses buckets of any size."""
     limits = {"min_bucket_size": 1, "min_bucket_bytes": 0}

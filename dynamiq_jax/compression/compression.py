@@ -150,7 +150,8 @@ class Compression(Options):
 
         ``here`` says whether workers are JAX's devices; otherwise the choice is made as in
         `assumed`. ``overlaps`` says whether other work should run at the same time, which it cannot
-        beside a push kernel.
+        beside a push kernel. Reductions with a state have no push kernels either: these depend on
+        the map around, and the state is made outside of it, for the same buckets.
         """
         if method is None:
             method = self.method if isinstance(self.method, Method) else DynamiQ()
@@ -270,7 +271,7 @@ class Compression(Options):
         """
         counts = axis_counts(n_workers)
         leaves, sizes = placed_leaves(tree, mesh, specs)
-        grouping = self.group(leaves, counts)
+        grouping = self.group(leaves, counts, overlaps=True)
         parts = [n_parts(bucket_axes(bucket, sizes), sizes) for bucket in grouping.buckets]
         state = first_states(grouping, parts)
         if not stacked:

@@ -211,8 +211,8 @@ class Reduction:
         compare_first("all-reduce", axis, leaves, facts)
         # A leaf travels in a bucket or exactly; a ``fixed`` one does not, or only JAX sums it.
         fixed = fixed_leaves(leaves, values, axis)
-        told = {"without": fixed if state is None else (), "overlaps": self.overlaps}
-        grouping = compression.group(leaves, sizes, **told)
+        without, overlaps = (fixed, self.overlaps) if state is None else ((), True)
+        grouping = compression.group(leaves, sizes, without=without, overlaps=overlaps)
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:

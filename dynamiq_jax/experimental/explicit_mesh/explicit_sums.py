@@ -185,7 +185,7 @@ def _with_parts(
     """``run`` with each device's part of the states; the states on the mesh, and their specs."""
     axis, sizes = total.axis, tuple(mesh.shape[name] for name in total.axis.names)
     leaves, _ = placed_leaves(tree, mesh, total.specs)
-    buckets = total.compression.group(leaves, sizes).buckets
+    buckets = total.compression.group(leaves, sizes, overlaps=True).buckets
     if len(state) != len(buckets):
         raise ValueError(
             f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
