@@ -181,7 +181,7 @@ def coding_calls(
 
 
 class Traffic(NamedTuple):
-    """What one kernel moves between itself and device memory, in bytes per coordinate."""
+    """The bytes per coordinate that one kernel moves between itself and device memory."""
 
     read: float
     """All operands, each once."""
