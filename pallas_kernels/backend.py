@@ -69,9 +69,10 @@ def check_push(names: tuple[str, ...]) -> None:
 def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
     """What push kernels over the axes ``names`` need and do not have here; `None`: they run.
 
-    Outside of maps, where there are no axes, only the devices and JAX are considered.
+    Outside of maps, without ``names``, only the devices and JAX are considered.
     """
     mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    outside = not names and not mesh.manual_axes
     capability = getattr(jax.devices()[0], "compute_capability", "0")
     if not _on_nvidia():
         why = f"NVIDIA GPUs, and JAX's default platform here is {jax.default_backend()!r}"
@@ -81,6 +82,8 @@ def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
         why = f"JAX >= 0.11, and this is {jax.__version__}"
     elif n_processes > 1:
         why = f"GPUs of one process, and there are {n_processes} processes"
+    elif outside:
+        why = None
     elif not set(names) <= set(mesh.axis_names) == set(mesh.manual_axes):
         why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
     elif mesh.size > MOST_WORKERS:

@@ -457,6 +457,9 @@ def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused,
     monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
     mesh = AbstractMesh(sizes, ("a", "b"))
+    with jax.sharding.use_abstract_mesh(mesh):  # what is not called in a map may push in one
+        assert pk.needs_of_push() is None
+        assert "over all axes of a mesh" in str(pk.needs_of_push(("a",)))
 
     def check(x):
         backend.check_push(("a",))
@@ -474,6 +477,8 @@ def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused,
 def needs_of_meshes(names=()):
     """What push kernels need of a mesh, as on GPUs."""
     mesh = jax.sharding.get_abstract_mesh()
+    if not names and not mesh.manual_axes:
+        return None
     mapped = set(names) <= set(mesh.axis_names) == set(mesh.manual_axes)
     return None if mapped else "jax.shard_map over all axes of a mesh"
 
@@ -652,6 +657,8 @@ def test_reductions_beside_the_backward_pass_do_not_push(nvlink, wrapped):
 def test_explanations_say_which_sums_push(nvlink):
     tree = jax.ShapeDtypeStruct((2**17,), jnp.float32)
     said = dq.explain(tree, 2, verbose=False)
+    with jax.set_mesh(auto_mesh(2)):
+        assert dq.explain(tree, 2, verbose=False).rows == said.rows
     assert "sums of up to 1 MiB by one push kernel for each bucket" in said.reason
     assert said.rows[0].route == "compressed"
     assert "push" not in dq.explain(tree, 2, verbose=False, compression=dq.BF16()).reason
