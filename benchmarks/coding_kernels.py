@@ -46,8 +46,10 @@ from pallas_kernels import (
     Result,
     Source,
     Target,
+    choose_backend,
     compress,
     decompress,
+    mosaic,
     resolve_backend,
     statistics,
 )
@@ -132,6 +134,9 @@ def bench_kernels(
         "plan": partial(jax.jit(plan), sqnorm),
         **coding_calls(x, pack_statistics(mean, sqnorm, layout), layout, ran),
     }
+    if ran == "mosaic":
+        kernel = partial(mosaic.statistics, super_group_size=layout.super_group_size)
+        calls["statistics by a kernel"] = partial(jax.jit(kernel), x)
     flying = 1 if jax.default_backend() == "cpu" else 10
     timings = time_calls([*calls.values()], repeats=repeats, in_flight=flying)
     return dict(zip(calls, timings, strict=True))
@@ -176,7 +181,7 @@ def coding_calls(
 
 
 class Traffic(NamedTuple):
-    """What one kernel moves between itself and device memory, in bytes per coordinate."""
+    """The bytes per coordinate that one kernel moves between itself and device memory."""
 
     read: float
     """All operands, each once."""
@@ -322,7 +327,8 @@ def print_mx(coords: int, names: list[str], *, repeats: int, backend: str | None
     """Prints the times of `bench_mx` with bytes and rates."""
     kind = jax.devices()[0].device_kind
     peak = next((rate for part, rate in PEAKS.items() if part in kind), None)
-    ran = checked("--backend", resolve_backend, backend)
+    fastest = choose_backend(None, has_mosaic=False).backend
+    ran = checked("--backend", resolve_backend, backend or fastest)
     print(
         f"{coords:,} bf16 coordinates, {workers_text(jax.devices()[:1])}, {repeats} repeats, "
         f"JAX {jax.__version__}"

@@ -143,7 +143,7 @@ def until_steps(watched: Watched, generation: int = 1, patience: float = 180) ->
 def segments(
     events: list[dict[str, Any]], faults: list[dict[str, Any]], began: float, until: float
 ) -> list[dict[str, Any]]:
-    """What each stretch of time from ``began`` to ``until`` was: kind, start, end, generation."""
+    """The stretches of time from ``began`` to ``until``: kind, start, end, generation."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     stages: dict[tuple[int, str], float] = {}

@@ -41,7 +41,7 @@ Measured = tuple[float, float, int]
 
 
 class What(StrEnum):
-    """What is measured."""
+    """The measurement."""
 
     MICRO_BATCHES = "micro-batches"
     GRID = "grid"

@@ -120,7 +120,7 @@ class Step(NamedTuple):
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """The same time as spans that do not overlap, in order."""
+    """The time of these spans as spans that do not overlap, in order."""
     found: Spans = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -179,7 +179,7 @@ def _plain(name: str) -> str:
 
 
 def _kind(event: dict[str, Any], collectives: dict[str, dict[str, Any]]) -> str:
-    """What an event is; a collective that the program does not list counts as payload."""
+    """The kind of an event; a collective that the program does not list counts as payload."""
     if "nccl" not in event["name"].lower():
         return "computes"
     known = collectives.get(_op(event), {"crosses": True, "bytes": LIGHT + 1})

@@ -4,8 +4,9 @@ Each operation has two implementations that produce the same integers: `pallas_k
 (jax.numpy, any device) and `pallas_kernels.kernels` (Pallas, NVIDIA GPUs), which Pallas lowers
 through Triton or Mosaic GPU. ``backend`` names one: "jnp", "triton", "mosaic" (from Hopper and JAX
 0.11 on), or "interpret" (the Triton kernels on Pallas' interpreter, for tests). ``None`` takes
-"triton" where JAX's default backend is an NVIDIA GPU and "jnp" elsewhere; a named backend is never
-replaced by another.
+the fastest that runs: "triton" where JAX's default backend is an NVIDIA GPU, "jnp" elsewhere. If
+JAX has no Triton lowering of Pallas it takes "mosaic", or "jnp" for GPUs and formats that "mosaic"
+does not support (`choose_backend`). A named backend is never replaced by another.
 
 Operands that belong together are grouped: `Input`, `Source`, `Target`, `Result`. Shapes used
 throughout (S = super-group size, R = `TILE_ROWS`): a gradient has d coordinates, and M = C*m
@@ -19,7 +20,15 @@ from typing import Any
 from jaxtyping import Array, Float, Int, UInt
 
 from pallas_kernels import reference
-from pallas_kernels.backend import Backend, check_backend, needs_of_push, pushes, resolve_backend
+from pallas_kernels.backend import (
+    Backend,
+    Choice,
+    check_backend,
+    choose_backend,
+    needs_of_push,
+    pushes,
+    resolve_backend,
+)
 from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
@@ -35,9 +44,9 @@ from pallas_kernels.format import (
 from pallas_kernels.hashing import NOISE_WORDS, Noise, mix, noise_from, seed_words, slot_noise
 
 
-def _implementation(backend: Backend | None):
+def _implementation(backend: Backend | None, fmt: WireFormat | None = None):
     """The module that implements ``backend`` and the keyword arguments it takes."""
-    resolved = resolve_backend(backend)
+    resolved = resolve_backend(backend, fmt)
     if resolved == "jnp":
         return reference, {}
     from pallas_kernels import kernels
@@ -79,8 +88,8 @@ def deal(
 
     Args:
       energy: finite and at least 0, for every super-group that holds coordinates.
-      taken: of how many levels the tiles have an upgrade, in states that follow each other. The
-        last state that fits a budget is taken. The very last comes twice.
+      taken: the number of levels whose tiles have an upgrade, in consecutive states. The plan uses
+        the last state that fits a budget. The final state comes twice.
       upgrades: the upgrades and F budgets.
       shape: chunks (C, a multiple of the shards) and super-groups of each (m), a multiple of
         `TILE_ROWS`. Padding of energy 0 follows a shard's super-groups; its numbers come after all
@@ -105,7 +114,7 @@ def compress(
     Words of a payload outside of all records are unspecified. So is the whole payload ``skip`` (a
     position in ``chunks``), if it is given.
     """
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.compress(source, chunks, target, skip, fmt=fmt, **options)
 
 
@@ -126,7 +135,7 @@ def decompress_accumulate_recompress(
       ValueError: an input of a format with dither has no ``noise``.
     """
     _check_noise([i.noise for i in inputs], fmt)
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.decompress_accumulate_recompress(
         inputs, source, chunks, target, fmt=fmt, **options
     )
@@ -155,7 +164,7 @@ def decompress_accumulate(
             "is row 0 of the result, 0 for a whole gradient"
         )
     _check_noise([i.noise for i in inputs], fmt)
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     return module.decompress_accumulate(inputs, source, chunks, result, fmt=fmt, **options)
 
 
@@ -180,7 +189,7 @@ def decompress(
         raise ValueError(
             "decompress got a result.start, but writes rows of a whole gradient; pass start=None"
         )
-    module, options = _implementation(backend)
+    module, options = _implementation(backend, fmt)
     _check_noise([noise], fmt)
     return module.decompress(payloads, tiles, chunks, result, noise, fmt=fmt, **options)
 
@@ -201,7 +210,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
       The tree of what came, [n, ...]: row i is from worker i.
 
     Raises:
-      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+      NotImplementedError: the GPUs, JAX, the processes or the mesh do not support push kernels.
     """
     from pallas_kernels import push
 
@@ -221,7 +230,7 @@ def all_reduce(
 ) -> Float[Array, "rows S"]:
     """`compress`, an exchange, a hop, another exchange and `decompress` in one kernel.
 
-    Chunk i is summed by worker i. The bits are those of the kernels it stands for. It runs where
+    Worker i sums chunk i. The bits equal those that the separate kernels give. It runs where
     `exchange` does.
 
     Args:
@@ -230,15 +239,15 @@ def all_reduce(
       noise: row i is the randomness of worker i, for the gradients and for the sums it encodes. Or
         two words, this worker's part of the seed: then the kernel computes `slot_noise` of the sum
         of all workers' parts, with a rounding other than "correlated".
-      words: lengths of a payload of gradients, and of sums.
-      result: all sums, with no ``start``, and ``into`` nothing.
+      words: lengths, in 32-bit words, of a payload of gradients, and of a payload of sums.
+      result: all sums, without ``start`` and ``into``.
       axes: as for `exchange`.
       fmt: the wire format.
       even: whether super-groups are in their order, all chunks have equal tiles and ``mean_sum`` is
         zero. Then the kernel does without those arrays.
 
     Raises:
-      NotImplementedError: the GPUs, JAX, the processes or the mesh are not those of push kernels.
+      NotImplementedError: the GPUs, JAX, the processes or the mesh do not support push kernels.
     """
     from pallas_kernels import push
 
@@ -257,6 +266,7 @@ __all__ = [
     "NOISE_WORDS",
     "TILE_ROWS",
     "Backend",
+    "Choice",
     "Dealt",
     "Input",
     "Noise",
@@ -267,6 +277,7 @@ __all__ = [
     "WireFormat",
     "all_reduce",
     "check_backend",
+    "choose_backend",
     "compress",
     "deal",
     "decompress",

@@ -1,9 +1,51 @@
 """Differences between JAX versions for Pallas calls. The only such file of this package."""
 
+import functools
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
 import jax
 
 RUNS_MOSAIC = jax.__version_info__ >= (0, 11)
 """Whether Mosaic GPU kernels take references to what they write into."""
+
+
+def triton() -> Any:
+    """Pallas' module of Triton; `None` if this JAX has none."""
+    try:
+        from jax.experimental.pallas import triton
+    except (ImportError, AttributeError):
+        return None
+    return triton
+
+
+@functools.cache
+def runs_triton() -> bool:
+    """Whether this JAX lowers Pallas kernels for NVIDIA GPUs through Triton, by lowering one."""
+    if (found := triton()) is None:
+        return False
+    from jax.experimental import pallas as pl
+
+    def copy(x_ref, out_ref):
+        out_ref[...] = x_ref[...]
+
+    def lower():
+        x = jax.ShapeDtypeStruct((128,), "float32")
+        call = pl.pallas_call(copy, out_shape=x, compiler_params=found.CompilerParams())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # JAX announces the end of this lowering
+            jax.jit(call).trace(x).lower(lowering_platforms=("cuda",))
+
+    # Another thread is in no map and on no mesh, and the caller may be.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            thread.submit(lower).result()
+        except (AssertionError, AttributeError, NotImplementedError, ValueError):  # no rule
+            return False
+        except RuntimeError as error:
+            return "No supported GPU devices" in str(error)  # the rule asks for one
+    return True
 
 
 def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:

@@ -1,19 +1,21 @@
 """Which implementation of the kernels runs."""
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels._compat import RUNS_MOSAIC, runs_triton, triton
 from pallas_kernels.format import WireFormat
 
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
 WARP = 32
-"""Groups of a super-group that kernels of "mosaic" take: one for each thread of a warp."""
+"""The most groups of a super-group in "mosaic" kernels: one for each thread of a warp."""
 
 MOST_WORKERS = 8
-"""Devices of a mesh for push kernels: the GPUs of a host that all reach each other."""
+"""The most devices of a mesh for push kernels: GPUs of a host that all reach each other."""
+
+_NO_TRITON = f"JAX {jax.__version__} has no Triton lowering of Pallas kernels"
 
 
 def check_backend(backend: Backend | None) -> None:
@@ -27,34 +29,94 @@ def check_backend(backend: Backend | None) -> None:
         raise ValueError(f"backend={backend!r}; expected None or one of {get_args(Backend)}")
 
 
-def resolve_backend(backend: Backend | None) -> Backend:
-    """The backend that ``backend`` means here; `None` chooses by JAX's default platform.
+def resolve_backend(backend: Backend | None, fmt: WireFormat | None = None) -> Backend:
+    """The backend that runs here for ``backend``; `None` chooses one, see `choose_backend`.
 
     Raises:
-      ValueError: ``backend`` is none of the known ones.
-      NotImplementedError: "triton" or "mosaic" is named where no NVIDIA GPU is the default
-        platform, or "mosaic" with a JAX that has too little of it.
+      ValueError: ``backend`` is unknown.
+      NotImplementedError: a named backend does not run here: "triton" or "mosaic" without an NVIDIA
+        GPU as the default platform, "mosaic" before Hopper or JAX 0.11, "triton" or "interpret"
+        with a JAX without Pallas' Triton lowering.
     """
     check_backend(backend)
-    on_nvidia = _on_nvidia()
-    if backend is None:
-        return "triton" if on_nvidia else "jnp"
-    if backend in ("triton", "mosaic") and not on_nvidia:
+    if backend is not None:
+        _check_runs(backend)
+    return choose_backend(backend, fmt).backend
+
+
+class Choice(NamedTuple):
+    """The backend that runs, and why."""
+
+    backend: Backend
+    reason: str | None = None
+    """Why `None` did not choose "triton" for the NVIDIA GPUs here; else `None`."""
+
+
+def choose_backend(
+    backend: Backend | None, fmt: WireFormat | None = None, *, has_mosaic: bool = True
+) -> Choice:
+    """The backend that ``backend`` names; for `None`, the fastest that runs here.
+
+    On NVIDIA GPUs the latter is "triton". If JAX lowers no kernels through Triton, it is "mosaic",
+    or "jnp" if Mosaic's kernels do not run. On other platforms it is "jnp".
+
+    Args:
+      backend: a known backend, which need not run here, or `None`.
+      fmt: the format that `None` chooses a backend for; without one, any.
+      has_mosaic: whether Mosaic has these kernels.
+    """
+    if backend is not None:
+        return Choice(backend)
+    if not _on_nvidia():
+        return Choice("jnp")
+    if runs_triton():
+        return Choice("triton")
+    if not has_mosaic:
+        return Choice("jnp", f"{_NO_TRITON}, and these kernels have no other")
+    needs = _needs_of_mosaic(fmt)
+    if needs is None:
+        return Choice("mosaic", _NO_TRITON)
+    return Choice("jnp", f"{_NO_TRITON}, and its successor, Mosaic GPU, needs {needs}")
+
+
+def _check_runs(backend: Backend) -> None:
+    """Refuses a known backend that does not run here."""
+    if backend in ("triton", "mosaic") and not _on_nvidia():
         raise NotImplementedError(
             f"backend={backend!r} needs an NVIDIA GPU, and JAX's default platform here is "
             f"{jax.default_backend()!r}; pass backend=None (the fastest that runs here), 'jnp', "
             "or 'interpret' (the Triton kernels on Pallas' interpreter, slow)"
         )
-    if backend == "mosaic" and not RUNS_MOSAIC:
+    if backend == "mosaic" and (needs := _needs_of_mosaic()) is not None:
         raise NotImplementedError(
-            f"backend='mosaic' needs JAX >= 0.11, and this is {jax.__version__}; update JAX, or "
-            "pass backend=None (the fastest that runs here)"
+            f"backend='mosaic' needs {needs}; pass backend=None (the fastest that runs here)"
         )
-    return backend
+    lacks = {"triton": lambda: not runs_triton(), "interpret": lambda: triton() is None}
+    if backend in lacks and lacks[backend]():
+        raise NotImplementedError(
+            f"backend={backend!r} does not run, since {_NO_TRITON}; pass backend=None (the fastest "
+            "that runs here) or 'jnp'"
+        )
+
+
+def _needs_of_mosaic(fmt: WireFormat | None = None) -> str | None:
+    """The needs of Mosaic's kernels, for ``fmt`` if given, that are not met here, or `None`."""
+    capability = getattr(jax.devices()[0], "compute_capability", "0")
+    if float(capability) < 9:
+        return f"GPUs of compute capability 9.0 (Hopper) or later, and these have {capability}"
+    if not RUNS_MOSAIC:
+        return f"JAX >= 0.11, and this is {jax.__version__}"
+    if fmt is not None and fmt.groups > WARP:
+        return (
+            f"up to {WARP} groups per super-group, where super_group_size={fmt.super_group_size} "
+            f"has {fmt.groups} of group_size={fmt.group_size} (pass group_size >= "
+            f"{fmt.super_group_size // WARP})"
+        )
+    return None
 
 
 def pushes(fmt: WireFormat, backend: Backend | None) -> bool:
-    """Whether one push kernel takes a format; "mosaic" and no backend allow it."""
+    """Whether one push kernel supports a format; "mosaic" and `None` allow it."""
     return backend in (None, "mosaic") and fmt.groups <= WARP
 
 
@@ -67,19 +129,16 @@ def check_push(names: tuple[str, ...]) -> None:
 
 
 def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
-    """What push kernels over the axes ``names`` need and do not have here; `None`: they run.
+    """The needs of push kernels over the axes ``names`` that are not met here; `None`: they run.
 
     Outside of maps, without ``names``, only the devices and JAX are considered.
     """
     mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
     outside = not names and not mesh.manual_axes
-    capability = getattr(jax.devices()[0], "compute_capability", "0")
     if not _on_nvidia():
         why = f"NVIDIA GPUs, and JAX's default platform here is {jax.default_backend()!r}"
-    elif float(capability) < 9:
-        why = f"GPUs of compute capability 9.0 (Hopper) or later, and these have {capability}"
-    elif not RUNS_MOSAIC:
-        why = f"JAX >= 0.11, and this is {jax.__version__}"
+    elif (needs := _needs_of_mosaic()) is not None:
+        why = needs
     elif n_processes > 1:
         why = f"GPUs of one process, and there are {n_processes} processes"
     elif outside:

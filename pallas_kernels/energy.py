@@ -1,4 +1,8 @@
-"""Levels of energy, by which super-groups are sorted."""
+"""Levels of energy, by which super-groups are sorted.
+
+A *shard* here is one worker's slice of the plan, which is sorted separately. An all-reduce has one
+shard, which holds all super-groups.
+"""
 
 from typing import NamedTuple
 
@@ -8,9 +12,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 ENERGY_LEVELS = 256
-"""How many levels of 1/4 octave each are told apart."""
+"""The number of levels, which are 1/4 octave each."""
 MANTISSA_BITS = 2
-"""The bits of an energy's mantissa that tell its level."""
+"""The bits of an energy's mantissa that determine its level."""
 
 
 class Dealt(NamedTuple):
@@ -35,11 +39,11 @@ class Upgrades(NamedTuple):
     wider: tuple[tuple[int, ...], ...]
     """Bits by which an upgrade widens a tile, U rows of F."""
     budgets: tuple[int, ...]
-    """The words of each budget beyond those of tiles of the narrowest width."""
+    """The words of each budget that tiles of the narrowest width leave."""
     narrowest: int
-    """The width that all tiles have before."""
+    """The width of all tiles before upgrades."""
     tile_words: int
-    """The words of a tile of that width."""
+    """The words of a tile of this width."""
 
 
 def padded_count(count: int) -> int:
@@ -63,7 +67,7 @@ def mean_of(energy: Float[Array, "T k"], count: int) -> Float[Array, " T"]:
 
 
 def octave_end(x: Float[Array, "*k s"]) -> Int[Array, "*k 1"]:
-    """The end of the octave of the largest x >= 0, as `steps_below` takes it."""
+    """The end of the octave of the largest x >= 0, as `steps_below` needs it."""
     return jnp.max(octave_parts(x), axis=-1, keepdims=True) | ((1 << MANTISSA_BITS) - 1)
 
 

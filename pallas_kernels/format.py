@@ -1,8 +1,8 @@
-"""The wire format: what the bits of a payload mean. The only home of that fact.
+"""The wire format: what the bits of a payload mean. No other file defines it.
 
-Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates, and each
-four of its *groups* of ``group_size`` take the *quads* of four consecutive coordinates in turn:
-threads that hold one group each then load neighbouring quads together. A *tile* is ``TILE_ROWS``
+Terms (docs/algorithm.md): a *super-group* is ``super_group_size`` consecutive coordinates. A *quad*
+is four consecutive coordinates. Four *groups* of ``group_size`` coordinates take quads in turn, so
+threads that hold one group each load neighbouring quads together. A *tile* is ``TILE_ROWS``
 super-groups that share one bit width.
 A *payload* is a flat ``uint32`` array that holds the *records* of one chunk's tiles; the record of
 a tile of width ``w`` starts at a word offset that the plan chooses and is laid out as
@@ -17,23 +17,23 @@ bit planes of w       TILE_ROWS * size * p / 32  p = 16, 8, 4, 2, 1 where w has 
                                                  larger plane holds the lower code bits
 ====================  =========================  ==========================================
 
-Within every section rows follow each other, in a row its groups, in a group its coordinates.
+Every section is ordered by row (a super-group), then by group, then by coordinate.
 Fields fill a word from its low end, so that coordinates of one group share a word. Widths 0 and 16
 have no scales: width 0 sends nothing and decodes to 0, width 16 sends stochastically rounded bf16.
 
 A code of width 2..15 is a sign (its top bit) and a level index ``r``; it decodes to
 ``+-level[r] * scale`` with integer levels (`WireFormat.level_table`). Width 1 is a sign alone.
-Integer levels times scales of few significant bits are exact products in f32, therefore decoding
-gives the same bits whether or not a compiler contracts a multiply and an add into one FMA.
+Integer levels times scales of few significant bits are exact products in f32. So decoding gives
+the same bits whether or not a compiler contracts a multiply and an add into one FMA.
 
 With *dither* a code of width 1..15 is a level number and its sign in two's complement: ``r`` for a
-positive level, ``~r`` for a negative one. Levels are odd multiples of half a step, so that zero is
-no level and none is lost to a second zero. The decoder repeats the encoder's noise word, of which
-it takes the top `DITHER_BITS`, and subtracts from the level what they say of the rounding error:
-``(+-level[r] - amplitude * (u - 1/2)) * scale`` with u in the middle of its sixteenth of 0..1 and
-`WireFormat.dither_amplitude`. Since u - 1/2 is zero on average, this is as unbiased as the rounding
-itself; for equidistant levels the error is uniform within half a step, whatever the value, and has
-half the variance.
+positive level, ``~r`` for a negative one. Levels are odd multiples of half a step. So zero is
+no level, and no code is lost to a second zero. The decoder regenerates the encoder's noise word and
+uses its top `DITHER_BITS`. It subtracts from the level what they tell about the rounding error:
+``(+-level[r] - amplitude * (u - 1/2)) * scale``. Here u is the middle of its sixteenth of 0..1, and
+the amplitude is `WireFormat.dither_amplitude`. Since u - 1/2 is zero on average, the result is as
+unbiased as the rounding itself. For equidistant levels the error is uniform within half a step for
+every value, and has half the variance.
 """
 
 import functools
@@ -44,24 +44,24 @@ import numpy as np
 from jaxtyping import Array, Float, Int, UInt
 
 TILE_ROWS = 8
-"""Super-groups in a tile: the granularity of width assignment and of the kernels."""
+"""Super-groups in a tile, which is the unit of widths and of the kernels."""
 
 QUAD = 4
 """Consecutive coordinates that are dealt to a group together."""
 
 PLANES = (16, 8, 4, 2, 1)
 DITHER_BITS = 4
-"""Bits of a coordinate's noise that the decoder uses; the others would take 0.4% of its error."""
+"""Bits of a coordinate's noise that the decoder uses; the others would remove 0.4% of its error."""
 WIDEST_DITHERED = 8
-"""Wider codes decode without their noise: their error is small, and exact products need bits."""
+"""Wider codes decode without noise: their error is small, and exact products need the bits."""
 DEALT = 4
-"""Groups that take quads in turn: so many that their threads touch whole sectors of 32 bytes of
-16-bit gradients, and no more, since near coordinates have scales alike."""
+"""Groups that take quads in turn. Their threads touch whole sectors of 32 bytes of 16-bit
+gradients. There are no more such groups, since nearby coordinates have similar scales."""
 
 MAX_WIDTH = 16
 SCALE_SLACK = 1.0 - 2.0**-20
-"""Scales are rounded up from this fraction of the maximum, so that a maximum that is exactly
-representable stays exact; a value saturates by one millionth of itself at most."""
+"""Scales are rounded up from this fraction of the maximum, so that an exactly representable maximum
+stays exact. A value saturates by at most one millionth of itself."""
 
 GEOMETRIC_TOP = 1 << 15
 _GEOMETRIC_EPSILON = {2: 0.23, 3: 0.20, 4: 0.18, 5: 0.16, 6: 0.14, 7: 0.12, 8: 0.10, 9: 0.07}
@@ -102,11 +102,11 @@ class WireFormat:
       levels: "companded": steps of 1, 2, 4 and 8 from zero outwards, a quarter of the levels each;
         "piecewise": steps of 1 near zero and 2 further out; "geometric": the paper's (1+2e^2)^r law
         on a grid of 2^15; "uniform": equidistant.
-      rounding: how the stochastic rounding of the encoders of one chunk is correlated,
-        see `pallas_kernels.hashing`.
+      rounding: how the noise words of one chunk's encoders are related, see
+        `pallas_kernels.hashing`.
       group_scale: "uint8" fractions of a bf16 super-group scale, or "bf16" for each group.
-      carries_nan: whether a super-group (with "bf16" scales a group) of which some value is not
-        finite decodes to NaN. Else decoded values are finite, whatever the bits.
+      carries_nan: whether a super-group (a group, with "bf16" scales) with a value that is not
+        finite decodes to NaN. Otherwise decoded values are finite for any bits.
       dither: whether levels are odd multiples of half a step and decoders subtract the noise they
         know; not for "geometric".
     """
@@ -155,7 +155,7 @@ class WireFormat:
         return scales + sum(self.plane_words(p) for p in planes_of(width))
 
     def bits_per_coord(self, width: int) -> float:
-        """Bits that a coordinate of a tile of ``width`` takes, its share of the scales included."""
+        """Bits per coordinate of a tile of ``width``, its share of the scales included."""
         return 32 * self.tile_words(width) / (TILE_ROWS * self.super_group_size)
 
     def level_start(self, width: int) -> int:
@@ -175,10 +175,10 @@ class WireFormat:
         return max(2, -(-3 * octave // 16))
 
     def octave_bits(self, width: int) -> int:
-        """The logarithm of how many levels there are in an octave, over which their step is one.
+        """The base-2 logarithm of the number of levels in an octave, where the step is constant.
 
-        The levels of "companded" span four octaves, those of "piecewise" a little more than one,
-        two with dither.
+        The levels of "companded" span four octaves. Levels of "piecewise" span a little more than
+        one octave, or two with dither.
         """
         if self.dither and width <= 2:
             return width - 1
@@ -188,8 +188,8 @@ class WireFormat:
     def level_table(self, width: int) -> np.ndarray:
         """Integer levels of ``width`` in 1..15: ``int64[2^(width-1)]``, ascending.
 
-        They ascend from 0 in steps or, with dither, from 1 in half-steps. (Width 1 has the single
-        magnitude 1.) The last entry decodes to the group's scale times `level_top`.
+        They start at 0 and count steps. With dither they start at 1 and count half-steps. (Width 1
+        has the single magnitude 1.) The last entry decodes to the group's scale times `level_top`.
         """
         if width == 1:
             return np.array([1])
@@ -212,10 +212,10 @@ class WireFormat:
     def dither_amplitude(self, width: int) -> float:
         """Half-steps of the first octave over which the dither of ``width`` spreads; 0: no dither.
 
-        A multiple of 1/2. All levels share it, which keeps rounding unbiased where their step
-        changes. For equidistant levels one step is best; where steps grow, more: within 4% of the
-        error that an amplitude of its own for each level would leave for "piecewise" levels, a
-        fourth for "companded" ones.
+        It is a multiple of 1/2. All levels share it, which keeps rounding unbiased where the step
+        changes. For equidistant levels one step is best. Where steps grow, more is best: the error
+        is within 4% of what a separate amplitude for each level would leave for "piecewise"
+        levels, and within a fourth for "companded" ones.
         """
         if not self.dither or not 0 < width <= WIDEST_DITHERED:
             return 0.0
@@ -230,27 +230,27 @@ class WireFormat:
         return min(16, 24 - largest.bit_length())
 
     def super_scale_cap(self, width: int) -> float:
-        """The largest scale: decoded values stay finite, and its reciprocal is a normal f32."""
+        """The largest scale. Decoded values stay finite, and its reciprocal is a normal f32."""
         largest = self.level_top(width) + self.dither_amplitude(width) / 2
         bits = np.float32(3.38e38 / largest).view(np.uint32) & np.uint32(0xFFFF0000)
         return min(float(bits.view(np.float32)), 2.0**125)
 
 
 NAN_SCALE = 0xFFFF
-"""The field of a bf16 scale that stands for NaN; all others have no sign."""
+"""The field of a bf16 scale that means NaN; all other fields have no sign."""
 
 
 class Input(NamedTuple):
-    """Payloads to be added up, and what is where in them."""
+    """Payloads to add up, and where their records are."""
 
     payloads: UInt[Array, "k c P"]
     """k payloads for each of c chunks."""
     tiles: Int[Array, "C T"]
     """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
     skip: Int[Array, ""] | None = None
-    """One of the k that is left out, if any."""
+    """The index of a payload to leave out, if any."""
     noise: UInt[Array, "k 8"] | None = None
-    """The randomness that each of the k was encoded with, for formats with dither."""
+    """The randomness that each payload was encoded with, for formats with dither."""
 
 
 class Source(NamedTuple):
@@ -266,7 +266,7 @@ class Source(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Payloads to be written."""
+    """Payloads to write."""
 
     tiles: Int[Array, "C T"]
     """Word offset and width of the record of every tile of every chunk; see `pack_tiles`."""
@@ -277,15 +277,15 @@ class Target(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Finished sums to be written, as rows of super-groups."""
+    """Finished sums to write, as rows of super-groups."""
 
     mean_sum: Float[Array, " M"]
     """The number that is added to every coordinate of a super-group: n times the mean that was
-    subtracted, NaN for super-groups to be poisoned; f32."""
+    subtracted, or NaN if the super-group has to become NaN; f32."""
     order: Int[Array, "C m"]
-    """The super-groups of every chunk; `decompress_accumulate` goes by that of its source."""
+    """The super-groups of every chunk; `decompress_accumulate` uses its source's order."""
     rows: int
-    """Super-groups that are written: ceil(d / S), or those of the owner's slice; static."""
+    """The number of super-groups to write: all ceil(d / S), or the owner's slice; static."""
     dtype: Any
     """The dtype of the result; static."""
     divisor: int = 1
@@ -293,15 +293,15 @@ class Result(NamedTuple):
     start: Int[Array, ""] | None = None
     """The first row of the owner's slice, for `decompress_accumulate` alone."""
     into: Float[Array, "rows S"] | None = None
-    """The result so far, written in place where XLA can; rows of other chunks keep its values, or
-    are unspecified without it."""
+    """The result so far, written in place if XLA can. Rows of other chunks keep its values; without
+    it they are unspecified."""
 
 
 @functools.lru_cache(maxsize=256)
 def distortion(fmt: WireFormat, width: int) -> float:
     """Mean squared error of one encoding of N(0, 1) coordinates at ``width`` (unitless).
 
-    Computed, not tabulated: the expected stochastic-rounding error of the format's own levels on
+    It is computed, not tabulated: the expected stochastic-rounding error of the format's levels on
     4096 Gaussian groups from a fixed seed. Width 0 gives 1, the energy that is not sent.
     """
     if width == 0:
@@ -322,11 +322,12 @@ def distortion(fmt: WireFormat, width: int) -> float:
 
 
 def _dithered_distortion(fmt: WireFormat, width: int, t: np.ndarray, top: np.ndarray) -> float:
-    """Levels with dither, of magnitudes ``t`` relative to the largest of their groups, ``top``.
+    """`distortion` with dither, for magnitudes ``t`` relative to their groups' maxima ``top``.
 
-    A value at a fraction p of the way between levels ``step`` apart errs by ``step (b - p) +
-    amplitude (u - 1/2)``, where b is 1 if u < p and 0 otherwise: ``step^2 p (1 - p) + amplitude^2 /
-    12 - step amplitude p (1 - p)`` on average, but for what the decoder does not know of u.
+    A value at a fraction p between two levels, ``step`` apart, has the error ``step (b - p) +
+    amplitude (u - 1/2)``, where b is 1 if u < p and 0 otherwise. Its mean square is ``step^2 p (1 -
+    p) + amplitude^2 / 12 - step amplitude p (1 - p)``, apart from the bits of u that the decoder
+    does not know.
     """
     positive = fmt.level_table(width) / fmt.level_top(width)
     levels = np.concatenate([-positive[::-1], positive])

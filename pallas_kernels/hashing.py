@@ -1,25 +1,26 @@
-"""Counter-based randomness for stochastic rounding. The only home of the hash.
+"""Counter-based randomness for stochastic rounding. No other file defines the hash.
 
-Every coordinate of every encoding gets a *noise word*, uniform on 0 .. 2^32-1, computed from
-(seed, super-group, coordinate, slot) alone: nothing is stored, nothing is sent, and the result
-does not depend on chunking, tiles, backend or device. One 32-bit hash serves four consecutive
-coordinates: coordinate c of a quad uses the hash rotated by 8c bits, so each word is uniform on
-all of its bits while words of one quad are nearly independent (correlation below 2^-8).
+Every coordinate of every encoding gets a *noise word*, a uint32 that is uniform on 0 .. 2^32-1. It
+depends only on (seed, super-group, coordinate, slot). So nothing is stored, nothing is sent, and
+chunking, tiles, backend and device do not change the result. One 32-bit hash serves four
+consecutive coordinates: coordinate c of a quad uses the hash rotated by 8c bits. So each word is
+uniform on all of its bits, and words of one quad are nearly independent (correlation below 2^-8).
 
-*Slot* numbers the encodings that one chunk passes through (0, 1, 2, ...; in a ring the hop).
-How words of different slots relate is the format's `rounding`:
+A *slot* is the index of an encoding among all encodings of one chunk (0, 1, 2, ...; in a ring the
+hop). The format's `rounding` says how the words of different slots are related:
 
-* ``independent``: unrelated.
+* ``independent``: they are unrelated.
 * ``antithetic``: slots are paired, and the second of a pair uses the complement of the first's
   words. Consecutive hops of a ring carry sums of nearly equal size, so their errors cancel best.
-* ``correlated`` (the paper's): word = (pi(slot) + own) * 2^32 / n with a random permutation pi of
-  0..n-1 that differs between coordinates: one word falls into each n-th of the range.
+* ``correlated`` (the paper's): word = (pi(slot) + own) * 2^32 / n. Here own is uniform on 0..1, and
+  pi is a random permutation of 0..n-1 that differs between coordinates. So one word falls into each
+  n-th of the range.
 
-Each encoding is unbiased by itself in all three. A ring's later encodings start from the outcome
-of earlier ones, though, so that related words make its *result* slightly biased for any given
-gradient: on the gradients of a small transformer at 5 bits the squared bias was 1.2% of the
-squared error for antithetic, 0.2% for correlated and none for independent words, which in turn
-had 1.8 times the squared error of antithetic ones.
+Each encoding alone is unbiased in all three. But a ring's later encodings start from the results of
+earlier ones, so related words make the ring's *result* slightly biased for a given gradient. On the
+gradients of a small transformer at 5 bits, the squared bias was 1.2% of the squared error with
+antithetic words, 0.2% with correlated words and zero with independent words. But independent words
+had 1.8 times the squared error of antithetic words.
 
 Encoders complement the word of a negative coordinate, so that correlation acts on values and
 not on magnitudes.
@@ -64,7 +65,7 @@ def mix(x):
 def quad_hash(counter, seed_a, seed_b):
     """Hashes a `uint32` counter under a 64-bit seed.
 
-    The second word enters between rounds: streams of two seeds are not shifts of each other.
+    The seed's second word enters between rounds: streams of two seeds are no shifts of each other.
     """
     x = counter + seed_a
     x = (x ^ (x >> 16)) * np.uint32(0x21F0AAAD)
@@ -90,11 +91,11 @@ def slot_noise(seed: jax.Array, n_slots: int, rounding: Rounding) -> jax.Array:
 
     Args:
       seed: ``uint32[2]``, equal on all workers.
-      n_slots: how many encodings a chunk passes through (n for n workers).
+      n_slots: the number of encodings of one chunk (n for n workers).
       rounding: see the module docstring.
 
     Returns:
-      ``uint32[n_slots, NOISE_WORDS]``, to be indexed by slot and given to the kernels.
+      ``uint32[n_slots, NOISE_WORDS]``: one row for each slot, in the form that kernels need.
     """
     slot = np.arange(n_slots, dtype=np.uint32)
     columns = noise_columns(seed, slot, n_slots, rounding)
@@ -117,7 +118,7 @@ def noise_columns(seed, slot, n_slots: int, rounding: Rounding) -> list:
     """
     a, b = seed_words(seed)
     zero = slot ^ slot
-    # An odd slot out is the first one: it carries the smallest partial sum.
+    # If slots are odd in number, the first has no partner: it carries the smallest partial sum.
     place = slot + np.uint32(n_slots % 2)
     stream = place >> 1 if rounding == "antithetic" else slot
     flip = zero - (place & 1) if rounding == "antithetic" else zero
@@ -128,7 +129,7 @@ def noise_columns(seed, slot, n_slots: int, rounding: Rounding) -> list:
 
 
 def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:
-    """The row under which coordinates 0, 1, ... have the noise of ``first``, ``first`` + 1, ...
+    """The row that gives coordinates 0, 1, ... the noise of ``first``, ``first`` + 1, ...
 
     ``first`` is a coordinate, int32 scalar, a multiple of four.
     """
@@ -157,7 +158,7 @@ def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):
 
 
 def _permuted(word, shared, noise: Noise):
-    """(pi + word / 2^32) * 2^32 / n with pi = one of four permutations, rotated at random."""
+    """(pi + word / 2^32) * 2^32 / n; pi is one of four permutations, rotated at random."""
     pair = jnp.where((shared & 1) == 0, noise.perm_low, noise.perm_high)
     pi = (pair >> ((shared & 2) << 3)) & np.uint32(0xFFFF)
     pi = pi + (((shared >> 16) * noise.n_slots) >> 16)

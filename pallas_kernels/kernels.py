@@ -1,9 +1,9 @@
 """The operations as Pallas kernels, for every lowering of Pallas.
 
-One program handles one tile, or several parts of tiles: super-groups gathered through ``order``,
-held in registers from the first load to the last store. How a program holds, loads and stores them
-is the lowering's (`pallas_kernels.triton`, `pallas_kernels.mosaic`); the arithmetic is in
-`pallas_kernels.tile`.
+One program handles one tile, or several parts of tiles. It gathers super-groups through ``order``,
+and holds them in registers from the first load to the last store. The lowering
+(`pallas_kernels.triton`, `pallas_kernels.mosaic`) decides how a program holds, loads and stores
+them. The arithmetic is in `pallas_kernels.tile`.
 """
 
 import functools
@@ -39,20 +39,20 @@ class Launch(NamedTuple):
     static: tuple[tuple[str, Any], ...]
     """The kernel's keyword arguments."""
     replaces: int | None = None
-    """The operand that the result takes the place of, if any."""
+    """The index of the operand that the result replaces, if any."""
 
 
 class Lowering(Protocol):
     """A lowering of Pallas: how a program holds its tile, and how it is launched; hashable."""
 
     def tile(self, fmt: WireFormat, table_ref, tiles: int) -> Tile:
-        """The tile of the program that runs, one of ``tiles`` in its chunk."""
+        """The tile of the running program, one of ``tiles`` in its chunk."""
         ...
 
     def launch(self, launch: Launch, operands: tuple) -> jax.Array:
         """The result of ``launch.kernel(*references, lowering=, fmt=, **static)``.
 
-        The references are those of ``operands``, without the replaced one, and of the result.
+        The references are to ``operands``, without the replaced one, and to the result.
         """
         ...
 
@@ -86,12 +86,12 @@ class _Inputs(NamedTuple):
 
     with_skip: tuple[bool, ...]
     alike: tuple[int, ...]
-    """How many that follow each other share their tiles, and with them a branch of the kernel."""
+    """How many consecutive inputs share their tiles, and with them a branch of the kernel."""
     with_noise: bool
-    """Whether each has the noise of its encoders."""
+    """Whether each input has its encoders' noise."""
 
     def of(self, refs) -> list[list[Input]]:
-        """Inputs whose fields are references, of equal tiles together."""
+        """Inputs whose fields are references, grouped by equal tiles."""
         it = iter(refs)
 
         def take(skips: bool) -> Input:
@@ -104,7 +104,7 @@ class _Inputs(NamedTuple):
 
 
 def _input_operands(inputs: tuple[Input, ...], fmt: WireFormat) -> tuple[tuple, _Inputs]:
-    """Inputs as a flat tuple of arrays, and what is static of them."""
+    """Inputs as a flat tuple of arrays, and their static facts."""
     with_skip = tuple(i.skip is not None for i in inputs)
     alike = tuple(len(list(group)) for _, group in itertools.groupby(inputs, lambda i: id(i.tiles)))
     flat = []
@@ -130,13 +130,13 @@ def load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
 
 
 def accumulate(total, inputs: list[list[Input]], rows, chunk, tile: Tile):
-    """``total`` plus the decoded records of the tile, of ``chunk``, in all inputs."""
+    """``total`` plus the decoded records of the tile of ``chunk`` in all inputs."""
     for alike in inputs:
 
         def branch(offset, w, alike=alike):
             def add_all(so_far):
-                # Before the branch, a conversion would wait for the coordinates while no payload
-                # is under way; behind it, the additions would keep both operands in registers.
+                # A conversion before the branch would wait for the coordinates while no payload
+                # is under way; after it, the additions would keep both operands in registers.
                 so_far = tile.pinned(so_far, w)
                 for one in alike:
                     so_far = _add(so_far, one, rows, offset, w, tile)
@@ -167,7 +167,7 @@ def _encode_kernel(
     x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, noise_ref, table_ref, *rest,
     lowering, fmt, n_rows, with_mean, arrived, skips_chunk,
 ):  # fmt: skip
-    """compress (no inputs) and decompress-accumulate-recompress."""
+    """Kernel of compress (no inputs) and decompress-accumulate-recompress."""
     tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
     out_ref, inputs = rest[-1], arrived.of(rest[skips_chunk:-1])
 
@@ -188,7 +188,7 @@ def _encode_kernel(
 def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Tile):
     """Encodes ``total``, the super-groups ``rows``, into a payload.
 
-    ``noise`` is a reference with the place of its row, ``record`` one of tiles with the chunk.
+    ``noise`` is a reference and the place of a row; ``record`` is a reference to tiles and a chunk.
     """
     (noise_ref, place), (tiles_ref, chunk) = noise, record
 
@@ -206,13 +206,13 @@ class Finish(NamedTuple):
     """How sums are finished, and where they are written."""
 
     mean_sum_ref: Any
-    """The sums of means; `None`: they are zero."""
+    """The sums of means; `None` if they are zero."""
     out_ref: Any
     divisor: int
 
 
 def decode_tile(payload: Payload, rows, noise: tuple, record: tuple, finish: Finish, tile: Tile):
-    """Decodes the finished super-groups ``rows`` to those of the result; see `encode_tile`."""
+    """Decodes finished super-groups to the result's ``rows``; see `encode_tile`."""
     (tiles_ref, chunk), (mean_sum_ref, out_ref, divisor) = record, finish
 
     def branch(offset, w):
@@ -229,7 +229,7 @@ def decode_tile(payload: Payload, rows, noise: tuple, record: tuple, finish: Fin
 
 
 def _store(out_ref, value, rows, start, mean_sum, divisor: int, tile: Tile):
-    """Writes finished super-groups ``rows`` to the rows of ``out_ref``, of which ``start`` is 0."""
+    """Writes finished super-groups ``rows`` to ``out_ref``, whose row 0 is number ``start``."""
     tile.store(out_ref, rows - start, finished(value, mean_sum, divisor))
 
 
@@ -237,7 +237,7 @@ def _finish_kernel(
     x_ref, mean_ref, mean_sum_ref, order_ref, chunks_ref, start_ref, table_ref, *rest,
     lowering, fmt, n_rows, with_mean, arrived, divisor,
 ):  # fmt: skip
-    """decompress-accumulate."""
+    """Kernel of decompress-accumulate."""
     inputs, out_ref = arrived.of(rest[:-1]), rest[-1]
     tile = lowering.tile(fmt, table_ref, order_ref.shape[1] // TILE_ROWS)
     chunk = chunks_ref[tile.c]
@@ -252,7 +252,7 @@ def _decode_kernel(
     mean_sum_ref, order_ref, tiles_ref, chunks_ref, table_ref, noise_ref, payloads_ref, out_ref,
     *, lowering, fmt, divisor,
 ):  # fmt: skip
-    """decompress."""
+    """Kernel of decompress."""
     tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
     chunk = chunks_ref[tile.c]
     rows = tile.rows(order_ref, chunk)
@@ -293,7 +293,7 @@ def decompress_accumulate_recompress(
 def _encode_call(
     inputs: tuple[Input, ...], source: Source, chunks, target: Target, skip, fmt, lowering: Lowering
 ):
-    """A call that encodes sums, of ``source`` alone if there are no inputs."""
+    """Encodes sums, or ``source`` alone if there are no inputs."""
     rows = rows_of(source.x, fmt.super_group_size)
     flat, arrived = _input_operands(inputs, fmt)
     skipped = () if skip is None else (_scalar(skip),)
@@ -351,7 +351,7 @@ def decompress(
     shape, dtype = (result.rows, fmt.super_group_size), jnp.dtype(result.dtype)
     count, into = payloads.shape[0], result.into
     if into is None and count < tiles.shape[0]:
-        # Later calls write into the result: with an empty one they are of the same kernel.
+        # Later calls write into the result. With an empty result all calls are one kernel.
         into = lax.empty(shape, result.dtype)
     kept = (("divisor", result.divisor),)
     launch = Launch(_decode_kernel, "decompress", fmt, tiles.shape[1], count, shape, dtype, kept)
@@ -359,7 +359,7 @@ def decompress(
 
 
 def _finish_call(launch: Launch, operands: tuple, into, lowering: Lowering):
-    """The result of a launch, which is written into the array ``into`` if there is one."""
+    """The result of a launch, written into the array ``into`` if there is one."""
     if into is not None:
         launch, operands = launch._replace(replaces=len(operands)), (*operands, into)
     return _launched(operands, launch=launch, lowering=lowering)

@@ -1,11 +1,11 @@
 """Pallas' Mosaic GPU lowering of the kernels, for NVIDIA GPUs from Hopper on.
 
-A program is a warpgroup of 128 threads, of which each holds a group; its tile may be another one
-than that of other warps. Coordinates are [quads, 128, QUAD] with an axis of threads in the middle,
-groups and super-groups [128]. Under the layouts named here Mosaic GPU keeps these arrays, and all
-arithmetic on them, in the registers of their threads. Inline code does what it has no primitive
-for: memory at an index of each thread's own, maxima over a thread's registers and over neighbouring
-threads, a group's value for all its coordinates.
+A program is a warpgroup of 128 threads. Each thread holds a group, and warps may have different
+tiles. Coordinates are [quads, 128, QUAD], where the middle axis is that of threads; groups and
+super-groups are [128]. Under the layouts named here, Mosaic GPU keeps these arrays, and all
+arithmetic on them, in the registers of their threads. Inline code does what Mosaic GPU has no
+primitive for: memory access at a separate index for each thread, maxima over a thread's registers
+and over neighbouring threads, and broadcasts of a group's value to its coordinates.
 """
 
 import functools
@@ -28,7 +28,7 @@ from pallas_kernels import reference
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.backend import WARP
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
-from pallas_kernels.kernels import Launch
+from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 
 THREADS = 128
@@ -38,12 +38,12 @@ _PER_THREAD = plgpu.Layout.WG_STRIDED((THREADS,), vec_size=1)
 
 
 def _words_layout(count: int):
-    """[count, 128]: so many words for each thread."""
+    """Layout of [count, 128]: ``count`` words for each thread."""
     return plgpu.Layout.WG_STRIDED((count, THREADS), vec_size=1)
 
 
 def _coordinates_layout(quads: int):
-    """[quads, 128, QUAD]: so many quads for each thread."""
+    """Layout of [quads, 128, QUAD]: ``quads`` for each thread."""
     return plgpu.Layout.WG_STRIDED((quads, THREADS, QUAD), vec_size=QUAD)
 
 
@@ -70,22 +70,22 @@ def _vector(values: list):
 
 
 def _bitcast(values: list, kind) -> list:
-    """Values of the type ``kind`` with the bits of others."""
+    """Values of the type ``kind`` with the bits of ``values``."""
     bits = len(values) * mgpu.utils.bitwidth(values[0].type)
     to = ir.VectorType.get((bits // mgpu.utils.bitwidth(kind),), kind)
     return _of_vector(vector.bitcast(to, _vector(values)))
 
 
 def _values(array) -> list:
-    """The values that a thread holds of an array, in order."""
+    """The values of an array that a thread holds, in order."""
     return [value for register in array.registers.flat for value in _of_vector(register)]
 
 
 def _inline(arguments: tuple, layout=None, shape: tuple[int, ...] = (), dtype: Any = None):
-    """Makes code on the values of a thread a function of arrays.
+    """Makes a function of arrays from code on one thread's values.
 
-    The code gets a memory reference or the values of each argument, and gives those of the result,
-    which is [*shape] under ``layout``; without a layout there is no result.
+    For each argument the code gets a memory reference or the thread's values. It returns the
+    thread's values of the result, [*shape] under ``layout``; without a layout it has no result.
     """
     out = None if layout is None else plgpu.ShapeDtypeStruct(shape, dtype, layout=layout)
 
@@ -115,7 +115,7 @@ def _inline(arguments: tuple, layout=None, shape: tuple[int, ...] = (), dtype: A
 
 
 def _address(ref, index, size: int, byte=None):
-    """The address, i64, that is ``byte`` bytes behind item ``index`` of ``size`` bytes each."""
+    """The i64 address ``byte`` bytes after item ``index``; an item has ``size`` bytes."""
     i64 = ir.IntegerType.get_signless(64)
     at = arith.muli(arith.extsi(i64, index), arith.constant(i64, size))
     at = arith.addi(llvm.ptrtoint(i64, mgpu.utils.memref_ptr(ref)), at)
@@ -133,7 +133,7 @@ def _names(count: int, first: int) -> tuple[str, str]:
 
 
 def _load(address, count: int, wanted=None, fresh: bool = False) -> list:
-    """``count`` words, at most 4, 0 if not ``wanted``; ``fresh`` ones may be new in this kernel."""
+    """Loads ``count`` <= 4 words, 0 unless ``wanted``; this kernel may write ``fresh`` ones."""
     form, names = _names(count, 0)
     result = _i32() if count == 1 else llvm.StructType.get_literal([_i32()] * count)
     code = f"ld.global{'' if fresh else '.nc'}{form}.b32 {names}, [${count}];"
@@ -166,7 +166,7 @@ def _after(address, count: int):
 
 
 def _load_item(ref, index):
-    """Items of 32 bits at int32[128]: [128]."""
+    """Loads 32-bit items at int32[128]: [128]."""
     dtype = ref.dtype
 
     @_inline((_REF, _PER_THREAD), _PER_THREAD, (THREADS,), dtype)
@@ -178,7 +178,7 @@ def _load_item(ref, index):
 
 
 def _load_field(ref, word, number, bits: int, fresh: bool):
-    """Fields of 8 or 16 bits, ``number`` of them behind ``word``, both int32[128]: uint32[128]."""
+    """Loads field ``number``, of 8 or 16 bits, after ``word``, both int32[128]: uint32[128]."""
     space = "global" if fresh else "global.nc"
 
     @_inline((_REF, _PER_THREAD, _PER_THREAD), _PER_THREAD, (THREADS,), jnp.uint32)
@@ -204,7 +204,7 @@ def _store_field(ref, word, number, fields, bits: int) -> None:
 
 
 def _load_words(ref, word, count: int, at_once: int, fresh: bool):
-    """``count`` words from ``word`` int32[128] on: uint32[count, 128]."""
+    """Loads ``count`` words from ``word``, int32[128], on: uint32[count, 128]."""
     at_once = min(at_once, count)
 
     @_inline((_REF, _PER_THREAD), _words_layout(count), (count, THREADS), jnp.uint32)
@@ -231,7 +231,7 @@ def _store_words(ref, word, words, at_once: int) -> None:
 
 
 def _joined(fields, count: int):
-    """Fields uint32[quads, 128, QUAD] at their places in words, together: uint32[count, 128]."""
+    """Joins uint32[quads, 128, QUAD] fields, at their places in words: uint32[count, 128]."""
     quads = fields.shape[0]
 
     @_inline((_coordinates_layout(quads),), _words_layout(count), (count, THREADS), jnp.uint32)
@@ -244,7 +244,7 @@ def _joined(fields, count: int):
 
 
 def _spread(x, quads: int):
-    """[128] or [count, 128] for each of the coordinates that share one: [quads, 128, QUAD]."""
+    """Broadcasts [128] or [count, 128] to coordinates that share a value: [quads, 128, QUAD]."""
     layout = _PER_THREAD if x.ndim == 1 else _words_layout(x.shape[0])
 
     @_inline((layout,), _coordinates_layout(quads), (quads, THREADS, QUAD), x.dtype)
@@ -265,8 +265,45 @@ def _static(quads: int, value: Callable[[int], int]):
     return constants()
 
 
+def _store_item(ref, index, value, wanted) -> None:
+    """Writes f32[128] to items at int32[128], except where int32[128] ``wanted`` is 0."""
+
+    @_inline((_REF, _PER_THREAD, _PER_THREAD, _PER_THREAD))
+    def store(ref, index, value, wanted):
+        _store(_address(ref, index[0], 4), _bitcast(value, _i32()), wanted[0])
+
+    store(ref, index, value, wanted)
+
+
+def _over_group(operation: Callable, values):
+    """Folds the coordinates of each thread's group, f32[quads, 128, QUAD]: f32[128]."""
+
+    @_inline((_coordinates_layout(values.shape[0]),), _PER_THREAD, (THREADS,), jnp.float32)
+    def fold(values):
+        while len(values) > 1:
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values = [operation(*pair) for pair in pairs]
+        return values
+
+    return fold(values)
+
+
+def _over_row(operation: Callable, of_groups, groups: int):
+    """Folds the values of ``groups`` neighbouring threads; all of them get it: f32[128]."""
+
+    @_inline((_PER_THREAD,), _PER_THREAD, (THREADS,), jnp.float32)
+    def fold(values):
+        (value,), distance = values, 1
+        while distance < groups:
+            value = operation(value, mgpu.utils.shfl_bfly(value, distance))
+            distance *= 2
+        return [value]
+
+    return fold(of_groups)
+
+
 def _asm(code: str, x, layout):
-    """PTX that makes one f32, ``$0``, of one, ``$1``."""
+    """PTX that computes an f32, ``$0``, from an f32, ``$1``."""
 
     @_inline((layout,), layout, x.shape, jnp.float32)
     def run(values):
@@ -276,7 +313,7 @@ def _asm(code: str, x, layout):
 
 
 def _scalar(x):
-    """int32[128] as a scalar. It differs between warps, and may only choose a branch."""
+    """int32[128] as a scalar. Warps may have different scalars, which may only choose a branch."""
     layout = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
@@ -342,7 +379,7 @@ class _Payload(NamedTuple):
 
 @dataclass(frozen=True)
 class _Tile:
-    """A `pallas_kernels.tile.Tile` of Mosaic GPU's."""
+    """The `pallas_kernels.tile.Tile` of Mosaic GPU."""
 
     fmt: WireFormat
     table: Any
@@ -375,14 +412,14 @@ class _Tile:
         branches = [branch(offset, w) for w in widths]
         if len(widths) == 1:
             return branches[0](*operands)
-        # Nested conditions would be lowered over and over.
+        # Nested conditions would be lowered repeatedly.
         number = sum((width > w).astype(jnp.int32) for w in widths[:-1])
         return lax.switch(_scalar(number), branches, *operands)
 
     def _first_quad(self, rows):
         """The first quad, in the flat array, of each thread's group of ``rows``.
 
-        Coordinates would not do: an int32 has too few numbers for an array of 2^31.
+        It counts quads, since an int32 cannot number 2^31 coordinates.
         """
         group = self.group % self.fmt.groups
         column = group // DEALT * (DEALT * self.quads) + group % DEALT
@@ -413,12 +450,12 @@ class _Tile:
 
         @_inline((layout,), layout, x.shape, f32 if is_bf16 else x.dtype)
         def pin(values):
-            # The comment makes the code of each branch another one.
+            # The comment makes the branches' code different.
             code, words = f"mov.b32 $0, $1; // {width}", _bitcast(values, _i32())
             words = [_ptx(code, "=r,r", _i32(), word) for word in words]
             if not is_bf16:
                 return _bitcast(words, values[0].type)
-            # A word has two bf16, and a bf16 is the high half of an f32.
+            # A word holds two bf16, and a bf16 is the high half of an f32.
             low = [arith.shli(word, _constant(16)) for word in words]
             high = [arith.andi(word, _constant(0xFFFF0000)) for word in words]
             pairs = zip(low, high, strict=True)
@@ -460,7 +497,7 @@ class _Tile:
         return load(self.table, at)
 
     def inverse(self, x):
-        # Of ``rcp.rn``, without its branch for very large and very small numbers.
+        # As ``rcp.rn``, without its branch for very large and very small numbers.
         return _asm(
             """.reg .f32 guess, error;
             rcp.approx.ftz.f32 guess, $1;
@@ -472,7 +509,7 @@ class _Tile:
         )
 
     def magnitude_plus(self, x, c):
-        # In PTX, as the |x| of a product must not become part of a multiply-add.
+        # PTX keeps the |x| of a product from becoming part of a multiply-add.
         code = f".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, 0f{int(c.view(np.uint32)):08X};"
         return _asm(code, x, _coordinates_layout(self.quads))
 
@@ -494,26 +531,10 @@ class _Tile:
         return _spread(first, self.quads) + _static(self.quads, lambda i: i // QUAD)
 
     def group_max(self, values):
-        @_inline((_coordinates_layout(self.quads),), _PER_THREAD, (THREADS,), jnp.float32)
-        def largest(values):
-            while len(values) > 1:
-                values = [
-                    arith.maxnumf(*pair) for pair in zip(values[::2], values[1::2], strict=True)
-                ]
-            return values
-
-        return largest(values)
+        return _over_group(arith.maxnumf, values)
 
     def row_max(self, of_groups):
-        @_inline((_PER_THREAD,), _PER_THREAD, (THREADS,), jnp.float32)
-        def largest(values):
-            (value,), distance = values, 1
-            while distance < self.fmt.groups:
-                value = arith.maxnumf(value, mgpu.utils.shfl_bfly(value, distance))
-                distance *= 2
-            return [value]
-
-        return largest(of_groups)
+        return _over_row(arith.maxnumf, of_groups, self.fmt.groups)
 
     def to_groups(self, of_rows):
         return of_rows
@@ -523,18 +544,18 @@ class _Tile:
 
 
 def parts_of(fmt: WireFormat, tiles: int) -> int:
-    """The programs that a chunk of so many tiles takes."""
+    """The number of programs for a chunk of ``tiles``."""
     return pl.cdiv(tiles * TILE_ROWS * fmt.groups, THREADS)
 
 
 def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool = False) -> _Tile:
-    """The tiles of part ``part`` of a chunk of so many; past the last one, that one again."""
+    """The tiles of a part of a chunk of ``tiles``; beyond the last tile, that tile again."""
     if fmt.groups > WARP:
         raise NotImplementedError(
             f"backend='mosaic' takes up to {WARP} groups per super-group, and "
             f"super_group_size={fmt.super_group_size} has {fmt.groups} of "
             f"group_size={fmt.group_size}; pass group_size >= {fmt.super_group_size // WARP}, "
-            "or backend='triton'"
+            "or backend=None"
         )
     thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
     number, of_tile = part * THREADS + thread, TILE_ROWS * fmt.groups
@@ -542,12 +563,47 @@ def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool 
     return _Tile(fmt, table_ref, t, number % of_tile, chunk, fresh)
 
 
+def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, fmt):
+    """Each thread sums a group, and the threads of a super-group add up their sums."""
+    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    number = lax.axis_index("dynamiq_part") * THREADS + thread
+    row, group = number // fmt.groups, number % fmt.groups
+    x = _Tile(fmt, None, None, group, None).load(x_ref, row, n_rows).astype(jnp.float32)
+    own = ((group == 0) & (row < n_rows)).astype(jnp.int32)
+    for out_ref, values in (
+        (mean_ref, x * np.float32(1.0 / fmt.super_group_size)),
+        (sqnorm_ref, x * x),
+    ):
+        total = _over_row(arith.addf, _over_group(arith.addf, values), fmt.groups)
+        _store_item(out_ref, row, total, own)
+
+
+@functools.partial(jax.jit, static_argnames="super_group_size")
+def statistics(x, *, super_group_size: int):
+    """`pallas_kernels.statistics` by a kernel, which is not chosen before GPUs have timed it."""
+    rows, fmt = rows_of(x, super_group_size), WireFormat(super_group_size=super_group_size)
+    n_rows = rows.shape[0]
+
+    def kernel(*refs):
+        _statistics_kernel(*refs, n_rows=n_rows, fmt=fmt)
+
+    kernel.__name__ = "dynamiq_statistics"
+    run = plgpu.kernel(
+        kernel,
+        out_type=(shape_struct((n_rows,), jnp.float32, x),) * 2,
+        grid=(pl.cdiv(n_rows * fmt.groups, THREADS),),
+        grid_names=("dynamiq_part",),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )
+    return run(rows)
+
+
 @dataclass(frozen=True)
 class Mosaic:
-    """A `pallas_kernels.kernels.Lowering`."""
+    """The `pallas_kernels.kernels.Lowering` of Mosaic GPU."""
 
     def tile(self, fmt, table_ref, tiles):
-        """The tiles of the program that runs; past the last one, that one again."""
+        """The tiles of the running program; beyond the last tile, that tile again."""
         part, chunk = map(lax.axis_index, ("dynamiq_part", "dynamiq_chunk"))
         return tile_of(fmt, table_ref, tiles, part, chunk)
 
@@ -576,7 +632,7 @@ class Mosaic:
         return result[...]
 
     def statistics(self, x, super_group_size):
-        """Mean and squared norm of every super-group, by XLA."""
+        """See `pallas_kernels.statistics`, by XLA."""
         return reference.statistics(x, super_group_size=super_group_size)
 
     def deal(self, energy, taken, upgrades, shape):

@@ -2,7 +2,7 @@
 
 A chunk of m = 128 T coordinates has four quarters of T *blocks* each. Arrays of a chunk have the
 shape [4, T, 8, 4]: quarter, block of the quarter, *quad* of the block, coordinate of the quad. Part
-t of a chunk has block t of every quarter. It takes whole words of a payload, which are
+t of a chunk has block t of every quarter. Its sections are whole words of a payload:
 
 ==============  =================  =============================================================
 section         words              content of a part's words
@@ -13,9 +13,9 @@ planes of bits  4 T p              p = 8, 4, 2, 1 where a code has that many bit
                                    the larger plane holds the lower bits of a code
 ==============  =================  =============================================================
 
-A word of a plane holds a quad's coordinates of equal place in all quarters, and the next
-coordinates of the quad, until it is full. So neighbouring threads, which hold neighbouring quads
-of all quarters, move neighbouring words, and exchange nothing but the maxima of their blocks.
+A word of a plane holds one place of a quad from all quarters, then the quad's next place, until the
+word is full. So neighbouring threads, which hold neighbouring quads of all quarters, move
+neighbouring words, and exchange only the maxima of their blocks.
 
 Rounding and scaling use integer arithmetic on the bits of f32 numbers, so that the result is the
 same on backends that flush subnormal f32 numbers to zero and on those that do not. With
@@ -41,11 +41,11 @@ BLOCK = 32
 QUARTERS = 4
 """Parts of a chunk whose scale codes share words."""
 UNIT = QUARTERS * BLOCK
-"""Coordinates with whole words of scale codes."""
+"""Coordinates whose scale codes are whole words."""
 QUADS = BLOCK // QUAD
 """The quads of a block."""
 AT_ONCE = 4
-"""Words that a thread moves at once: the scale codes of a payload take a multiple of them."""
+"""Words that a thread moves at once; a payload's scale codes take a multiple of this number."""
 NAN_SCALE = 255
 """The scale code of a block with a NaN or an infinity; the codes of its elements say nothing."""
 
@@ -93,7 +93,7 @@ class Form(NamedTuple):
 
     element: Element
     stochastic: bool
-    """Whether the noise rounds; otherwise values go to the nearest element."""
+    """Whether noise decides how to round; otherwise values go to the nearest element."""
     chunk_size: int
     """Coordinates of a chunk, a multiple of `UNIT`."""
     interpret: bool = False
@@ -157,11 +157,11 @@ def quantize(
 def _round_to_nearest(bits, element: Element) -> Array:
     """Codes of magnitudes, to nearest, ties to even: by adding 2^23 steps of an element.
 
-    Magnitudes that are zero where subnormal numbers are flushed are below half a step.
+    A magnitude that is zero where subnormal numbers are flushed is below half a step.
     """
     shift, magnitude = 23 - element.mantissa_bits, bits & as_word(_MAGNITUDE)
     first = as_word((element.emin + 127) << 23)
-    # The power of two below the magnitude, or the smallest of a normal element.
+    # The power of two below the magnitude, at least the smallest normal element.
     power = jnp.maximum(bits & as_word(_INFINITY), first)
     steps = power + as_word(shift << 23)
     rounded = _words_of(_floats_of(magnitude) + _floats_of(steps)) - steps
@@ -174,7 +174,7 @@ def _round_up(bits, element: Element, noise) -> Array:
     octave = exponent - 127 - element.emin  # below 0: subnormal elements, one step for all of them
     shift = 23 - element.mantissa_bits + jnp.maximum(-octave, 0)
     kept = significand >> jnp.minimum(shift, 31).astype(jnp.uint32)
-    # What is dropped, in units of 2^-32 steps: bits that are kept leave at the top.
+    # The dropped bits, in units of 2^-32 steps; kept bits are shifted out at the top.
     dropped = significand << jnp.clip(32 - shift, 0, 31).astype(jnp.uint32)
     dropped = dropped >> jnp.clip(shift - 32, 0, 31).astype(jnp.uint32)
     word = noise ^ (as_word(0) - (bits >> 31))
@@ -207,10 +207,10 @@ def encode_blocks(
 ) -> tuple[UInt32[Array, " T"], list[UInt32[Array, "T 8 _"]]]:
     """The words of scale codes and of every plane, the largest plane first.
 
-    Scale codes follow the floor rule: floor(log2(max|x|)) - emax + 127, at least 0. So the largest
-    value divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
+    Scale codes round down: floor(log2(max|x|)) - emax + 127, at least 0. So the largest value
+    divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
     """
-    # The maximum of bits orders subnormals too; none of them, nor zero, reaches past code 0.
+    # Bits order subnormals, too; subnormals and zero have scale code 0.
     bits = (_words_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)
     exponent = jnp.max(jnp.max(bits, axis=3), axis=2) >> 23
     scales = jnp.maximum(exponent - element.emax, 0)
@@ -246,7 +246,7 @@ def decode_blocks(
 
 
 def _of_coordinates(of_blocks) -> Array:
-    """Values [4, T] of blocks, for their coordinates."""
+    """Broadcasts [4, T] of blocks to coordinates."""
     return of_blocks[:, :, None, None]
 
 
@@ -286,7 +286,7 @@ def _unpack(words, width: int, plane: int) -> Array:
 
 
 def sections(parts: int, element: Element) -> tuple[int, ...]:
-    """Where the planes of a payload of so many parts begin, and its length, in words."""
+    """Where the planes of a payload of ``parts`` begin, and its length, in words."""
     starts = [-(-parts // AT_ONCE) * AT_ONCE]
     for plane in planes_of(element.bits):
         starts.append(starts[-1] + parts * QUADS * plane // 2)

@@ -1,6 +1,6 @@
-"""MX floats by fused kernels, through Pallas' Triton lowering: what `pallas_kernels.mx` computes.
+"""Fused kernels of MX floats, through Pallas' Triton lowering; they compute `pallas_kernels.mx`.
 
-One program takes some parts of one chunk, and holds the coordinates of all four quarters in
+One program handles some parts of one chunk, and holds the coordinates of all four quarters in
 registers from the first load to the last store. A thread holds a quad of each quarter.
 """
 
@@ -43,28 +43,28 @@ class Input(NamedTuple):
 
 @dataclass(frozen=True)
 class _Program:
-    """What one program of a kernel holds: ``at_once`` parts of a chunk."""
+    """One program of a kernel, which holds ``at_once`` parts of a chunk."""
 
     form: Form
     at_once: int
     index: Any
-    """Its number among the programs of the chunk: int32 scalar."""
+    """The program's number in the chunk: int32 scalar."""
     c: Any
-    """The position of the chunk among those of the call: int32 scalar."""
+    """The position of the chunk in the call: int32 scalar."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Of coordinates."""
+        """The shape of coordinates."""
         return QUARTERS, self.at_once, QUADS, QUAD
 
     def parts(self, shape: tuple[int, ...], axis: int) -> Array:
-        """The numbers of its parts along an axis: int32[shape]."""
+        """The numbers of the program's parts along an axis: int32[shape]."""
         return self.index * self.at_once + lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def blocks(self) -> tuple[Array, Array, Array]:
-        """Block of the chunk, coordinate of the block, whether the chunk has it; for coordinates.
+        """For coordinates: block of the chunk, place in the block, whether the chunk has it.
 
-        A block beyond the chunk's end has the number of another one.
+        A block beyond the chunk's end has the number of another block.
         """
         part = self.parts(self.shape, 1)
         block = lax.broadcasted_iota(jnp.int32, self.shape, 0) * self.form.parts + part
@@ -95,7 +95,7 @@ class _Program:
         return word + lax.broadcasted_iota(jnp.int32, shape, 2), part < self.form.parts
 
     def _scale_words(self) -> tuple[Array, Array]:
-        """As `_words`; behind the last part come zeros, the codes of blocks that are not there."""
+        """As `_words`; zeros follow the last part, as the codes of blocks that do not exist."""
         part = self.parts((self.at_once,), 0)
         return part, part < sections(self.form.parts, self.form.element)[0]
 
@@ -123,7 +123,7 @@ class _Program:
             plgpu.store(out_ref.at[(*where, word)], words, mask=inside)
 
     def noise(self, noise_ref, chunk) -> Array | None:
-        """The noise words of the coordinates of a chunk, if they are rounded by it."""
+        """The noise words of a chunk's coordinates, if noise rounds them."""
         if not self.form.stochastic:
             return None
         shape = (*self.shape[:3], 1)  # one hash serves a quad
@@ -139,7 +139,7 @@ class _Program:
         for payloads_ref, skip_ref in inputs:
             count = payloads_ref.shape[0] - (skip_ref is not None)
             if skip_ref is not None:
-                # As if zeros were added for the payload left out: compilers drop such an addition.
+                # As if zeros were added for the payload left out; compilers drop such an addition.
                 total = jnp.where(total == 0, np.float32(0), total)
 
             def add(k, so_far, payloads_ref=payloads_ref, skip_ref=skip_ref):
@@ -176,7 +176,7 @@ def _encode_kernel(x_ref, chunks_ref, noise_ref, *rest, start, skips_chunk, with
 
 
 def _sum_kernel(x_ref, chunks_ref, *rest, start, with_skip, divisor):
-    """Writes sums; the chunk at position c of the call goes to that of the result."""
+    """Writes sums; the chunk at position c of the call goes to position c of the result."""
     program = start()
     total = program.load(x_ref, chunks_ref[program.c])
     total = program.accumulate(total, _inputs_of(rest[:-1], with_skip))
@@ -221,14 +221,14 @@ class _Launch(NamedTuple):
     static: tuple[tuple[str, Any], ...] = ()
     """The kernel's keyword arguments."""
     into: bool = False
-    """Whether the result takes the place of the last operand."""
+    """Whether the result replaces the last operand."""
 
 
 @functools.partial(jax.jit, static_argnames=("launch",))
 def _launched(operands: tuple, *, launch: _Launch) -> Array:
     """The result of a launch. Equal launches of a program are traced and lowered once."""
     form, name = launch.form, f"mx_{launch.name}"
-    # Powers of two from 4 on, so that programs have the words that round up the scale codes.
+    # A power of two, at least 4, so that programs have the words that pad the scale codes.
     at_once = min(tuning_for(name).rows_per_program, pl.next_power_of_2(max(form.parts, AT_ONCE)))
 
     def start() -> _Program:
@@ -254,7 +254,7 @@ def encode(
     form: Form,
     skip: Int[Array, ""] | None = None,
 ) -> UInt32[Array, "c P"]:
-    """Payloads of chunks of ``x``, zero from its end on, plus all inputs, by one kernel.
+    """Payloads of chunks of ``x``, zero beyond its end, plus all inputs, by one kernel.
 
     Args:
       x: the gradient.
@@ -262,7 +262,7 @@ def encode(
       inputs: what is added; the i-th of ``chunks`` uses ``payloads[:, i]``.
       noise: the row of `pallas_kernels.slot_noise` of this encoding.
       form: the static facts.
-      skip: a position in ``chunks`` of which the payload stays unspecified, or `None`.
+      skip: a position in ``chunks`` whose payload stays unspecified, or `None`.
     """
     flat, with_skip = _operands(inputs)
     skipped = () if skip is None else (_scalar(skip),)
@@ -305,14 +305,14 @@ def decode(
     Args:
       payloads: what `encode` returns.
       chunks: all chunks that ``like`` has, or some of them.
-      like: an array of as many coordinates as the result, of its dtype; it is not read.
+      like: an array with the result's coordinates and dtype; it is not read.
       form: the static facts.
       divisor: the number of workers for a mean.
-      into: the result so far, whose other chunks stay; `None`: they are unspecified.
+      into: the result so far, whose other chunks stay; with `None` they are unspecified.
     """
     count, shape = chunks.shape[0], (-(-like.shape[0] // BLOCK), BLOCK)
     if into is None and count * form.blocks < shape[0]:
-        # Later calls write into the result: with an empty one they are of the same kernel.
+        # Later calls write into the result. With an empty result all calls are one kernel.
         into = lax.empty(shape, like.dtype)
     operands = payloads, chunks, *(() if into is None else (into,))
     static = (("divisor", divisor),)

@@ -1,17 +1,17 @@
 """Push kernels: one Mosaic GPU kernel writes into the memory of all workers, over NVLink.
 
-A block (peer, part) of `exchange` copies its part of the words for that peer, by stores of 16 bytes
-where rows are multiples of them, adds one to the peer's counter, and waits until the block of the
-same number on another worker has done so here. Then all that this worker gets is there when its
-kernel ends, and XLA sees a custom call as any other. XLA begins a kernel once all workers have come
-to it.
+A block (peer, part) of `exchange` copies its part of the 32-bit words for that peer, by stores of
+16 bytes if rows are multiples of 16 bytes. It adds one to the peer's counter, and waits until the
+block of the same number on another worker has done the same here. So all words for this worker have
+arrived when its kernel ends, and XLA sees an ordinary custom call. XLA begins a kernel once all
+workers have reached it.
 
-A block of `all_reduce` goes through some tiles, the same of every chunk. If workers have parts of a
-seed, it first sends its part to the blocks of its number on all workers, and adds up what they
-send. It encodes the tiles of other workers' chunks into their memory, and waits for the blocks of
-its number. It adds up the tiles of
-its worker's chunk, encodes the sums into the memory of all, and waits again. Then it decodes all
-sums. Blocks of one number read what each other wrote, and nothing else.
+A block of `all_reduce` handles some tiles, the same ones of every chunk. If workers have parts of a
+seed, it first sends its part to the blocks of its number on all workers, and adds up the parts that
+it gets. It encodes the tiles of other workers' chunks into their memory, and waits for the blocks
+of its number. It adds up the tiles of its worker's chunk, encodes the sums into the memory of all
+workers, and waits again. Then it decodes all sums. Blocks of one number read what each other wrote,
+and nothing else.
 """
 
 import math
@@ -36,10 +36,10 @@ from pallas_kernels.mosaic import THREADS
 from pallas_kernels.tile import level_tables
 
 BLOCKS = 512
-"""Most blocks, of 128 threads: all of them are resident on any Hopper GPU, so that no block waits
-for one that has yet to begin."""
+"""The most blocks, of 128 threads. All of them are resident on any Hopper GPU, so no block waits
+for a block that has not begun."""
 AT_ONCE = 4
-"""Loads of a thread that are under way together."""
+"""Loads that a thread has under way at once."""
 MEETINGS = 10
 """Bits of a counter that count one meeting of blocks: at most 3 meetings of 2^10 workers."""
 _POLLS = 2**26
@@ -50,7 +50,7 @@ class Copy(NamedTuple):
     """How the blocks of one peer share out a row of words among themselves."""
 
     words: int
-    """Words of a unit: what a thread moves at once."""
+    """Words of a unit, which a thread moves at once."""
     units: int
     """Units of a row."""
     parts: int
@@ -58,16 +58,16 @@ class Copy(NamedTuple):
 
     @property
     def rounds(self) -> int:
-        """The number of tiles of every block; some may lie beyond the row."""
+        """The number of turns of every block; some may lie beyond the row."""
         return -(-self.units // (self.parts * AT_ONCE * THREADS))
 
     def first(self, turn, part):
-        """The first of a tile's units: its thread t moves units t, t + 128, and so on."""
+        """The first unit of a turn: thread t moves units t, t + 128, ... from there."""
         return (turn * self.parts + part) * (AT_ONCE * THREADS)
 
 
 def copies(lengths: list[int], n_workers: int) -> list[Copy]:
-    """The copies of rows of so many words each, by one grid of blocks."""
+    """The copies of rows of these lengths in words, by one grid of blocks."""
     at_once = [math.gcd(length, 4) for length in lengths]
     units = [length // words for length, words in zip(lengths, at_once, strict=True)]
     parts = min(BLOCKS // n_workers, max(1, -(-max(units) // (AT_ONCE * THREADS))))
@@ -167,7 +167,7 @@ def _values(words, shape: tuple[int, ...], dtype):
 
 
 def _copy(plan: Copy, source, from_row, target, to_row) -> None:
-    """The part of this block of a row, from one memory to another."""
+    """Copies this block's part of a row from one memory to another."""
     per_thread, size = mosaic._PER_THREAD, 4 * plan.words
 
     @mosaic._inline((mosaic._REF, per_thread, mosaic._REF, per_thread, per_thread))
@@ -241,7 +241,7 @@ def _threads():
 
 
 def _tell(part, parts, place) -> None:
-    """Copies the two words of a part of the seed to place ``place``, perhaps of another worker."""
+    """Copies the two words of a part of the seed to ``place``, perhaps on another worker."""
     per_thread = mosaic._PER_THREAD
 
     @mosaic._inline((mosaic._REF, mosaic._REF, per_thread, per_thread))
@@ -310,16 +310,16 @@ class _References(NamedTuple):
     order: Any
     mean_sum: Any
     first: Any
-    """The records of gradients, and of sums."""
+    """The records of gradients; ``last`` has the records of sums."""
     last: Any
     noise: Any
     table: Any
     out: Any
     came: Any
-    """Payloads of gradients, by the worker that they are from, and of sums, by that they are of."""
+    """Payloads of gradients by their sender; ``sums`` has payloads of sums by their owner."""
     sums: Any
     parts: Any
-    """The parts of the seed that came for every block, by worker."""
+    """The parts of the seed that arrived for every block, by worker."""
     noises: Any
     """The noise of every worker, as every block computes it from the parts."""
     met: Any
@@ -361,7 +361,7 @@ class _Facts(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """A block of one worker's all-reduce, which goes through the same tiles of every chunk."""
+    """A block of one worker's all-reduce, which handles the same tiles of every chunk."""
 
     facts: _Facts
     refs: _References
@@ -370,11 +370,11 @@ class _Block(NamedTuple):
     number: Any
     """The block's number."""
     turns: Any
-    """How many parts of a chunk are the block's: its number, and every so many after it."""
+    """How many parts of a chunk the block has: ``number``, and every ``blocks``-th after it."""
 
     @classmethod
     def running(cls, facts: _Facts, refs: _References) -> "_Block":
-        """The block that runs."""
+        """The running block."""
         me, number = _number(facts.axes), lax.axis_index("pushed_part")
         turns = lax.div(facts.parts - 1 - number, facts.blocks) + 1
         return cls(facts, refs, me, number, turns)
@@ -446,7 +446,7 @@ class _Block(NamedTuple):
         return (chunk * self.facts.n_tiles + tile.t) * TILE_ROWS + tile.row
 
     def _record(self, ref, chunk) -> tuple[Any, Any]:
-        """A chunk's row of records, which is the first one if all have the same."""
+        """A chunk's row of records, or the first row if all chunks have the same."""
         return ref, 0 if self.facts.even else chunk
 
 

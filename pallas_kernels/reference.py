@@ -70,7 +70,7 @@ _FLOATS = {
 def _tables(fmt: WireFormat) -> tuple[np.ndarray, np.ndarray]:
     """Facts of each width, uint32[facts, 17] and f32[facts, 17]; 1 where a width has no scales.
 
-    Behind `_INTEGERS` follow, for every plane of the format, its offset in a record and its shift.
+    After `_INTEGERS` come the offset in a record and the shift of every plane of the format.
     """
     widths = range(MAX_WIDTH + 1)
 
@@ -86,7 +86,7 @@ def _tables(fmt: WireFormat) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Records:
-    """The records of a chunk's tiles, T of them: where they are, and what their widths mean."""
+    """The records of a chunk's T tiles: where they are, and what their widths mean."""
 
     def __init__(self, tiles, fmt: WireFormat):
         self.offset, self.width = unpack_tiles(tiles)
@@ -106,14 +106,14 @@ class _Records:
         return _per_tile(self._floats[list(_FLOATS).index(name)])
 
     def plane(self, plane: int) -> tuple[Array, Array, Array]:
-        """One bit plane: the word offset int32[T], the shift uint32[T, 1, 1], and who has it."""
+        """One bit plane: the word offset int32[T], the shift uint32[T, 1, 1], and its tiles."""
         at = len(_INTEGERS) + 2 * self._fmt.planes.index(plane)
         start = self.offset + self._integers[at].astype(jnp.int32)
         return start, _per_tile(self._integers[at + 1]), (self.width & plane) > 0
 
 
 def _per_tile(x) -> Array:
-    """[T] for arithmetic with [T, R, S]."""
+    """Shapes [T] to broadcast to [T, R, S]."""
     return x.reshape(-1, 1, 1)
 
 
@@ -137,7 +137,7 @@ def deal(
     upgrades: Upgrades,
     shape: tuple[int, int],
 ) -> Dealt:
-    """See `pallas_kernels.deal`: one radix sort of the levels, of 8 bits for one shard."""
+    """See `pallas_kernels.deal`: a radix sort of the levels, which have 8 bits for one shard."""
     (shards, rows), (chunks, size) = energy.shape, shape
     per_shard = chunks * size // shards
     energy = jnp.pad(energy, ((0, 0), (0, per_shard - rows)))
@@ -148,7 +148,7 @@ def deal(
     index = jnp.arange(energy.size, dtype=jnp.int32)
     key, order = jax.lax.sort((key.reshape(-1), index), num_keys=1, is_stable=True)
     tiles = size // TILE_ROWS
-    # Tile t of all a shard's chunks holds consecutive ranks, since these are dealt in turn.
+    # The tiles t of a shard's chunks hold consecutive ranks, since ranks are dealt in turn.
     ranked = energy.reshape(-1)[order].reshape(shards * tiles, -1)
     count = ranked.shape[1]
     ranked = jnp.pad(ranked, ((0, 0), (0, padded_count(count) - count)))
@@ -160,7 +160,7 @@ def deal(
     # Rank q is at [position q div c, chunk q mod c] of its shard; chunks come first in the result.
     order = order.reshape(shards, size, chunks // shards).transpose(0, 2, 1).reshape(shape)
     members = key.reshape(shards, tiles, count).astype(jnp.int32) & (ENERGY_LEVELS - 1)
-    # A mean lies between the members but for its rounding, without which levels ascend.
+    # But for rounding, a mean lies between its members; the clip makes levels ascend.
     level = jnp.clip(steps_below(tile_energy, end), members[..., 0], members[..., -1])
     widths = widened(level, taken, upgrades, chunks)
     return Dealt(order, widths, tile_energy)
@@ -171,23 +171,23 @@ def widened(
 ) -> tuple[Int[Array, "C T"], ...]:
     """The tiles of `pallas_kernels.deal`, whose levels ascend.
 
-    An upgrade is for the first so many tiles, so that all that depends on the data is how many have
-    a lower level than each.
+    The first tiles get an upgrade, up to some number. So only the number of tiles below each level
+    depends on the data.
 
-    The number of kernels is what takes time on a GPU, and that of operations in compilation. So F
-    assignments of U upgrades are made together, and indices, which are in bounds, are flat.
+    A GPU spends time on each kernel, and the compiler on each operation. So F assignments of U
+    upgrades are made together, and indices are flat, and in bounds.
     """
     words, wider, budgets = (np.array(x, np.int32) for x in upgrades[:3])
     states = taken.shape[2]
-    # below[s, l, t]: tile t of shard s has a level under l; levels ascend, so their sum is where
-    # the tiles of level l begin.
+    # below[s, l, t]: tile t of shard s has a level under l. Levels ascend, so the sum over t is
+    # where the tiles of level l begin.
     tile = jnp.arange(level.shape[1], dtype=jnp.int32)[None, None]
     below = level[:, None] < jnp.arange(ENERGY_LEVELS + 1, dtype=jnp.int32)[None, :, None]
-    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # of the first so many levels
+    tiles_of = jnp.sum(below, axis=2, dtype=jnp.int32)  # the tiles below each level
     add_up = functools.partial(jnp.sum, axis=0, dtype=jnp.int32)  # over upgrades
 
     def of_shard(tiles_of):
-        # Words beyond narrowest tiles, [F, states], which ascend.
+        # Words beyond those that narrowest tiles take: [F, states], ascending.
         spent = add_up(_at(tiles_of, taken[..., :-1]) * words[..., None])
         state = jnp.maximum(jnp.sum(spent <= budgets[:, None], axis=1, dtype=jnp.int32) - 1, 0)
         # ``levels`` is [U, F * states]: budget i has its state at i * states + state[i].
@@ -195,10 +195,10 @@ def widened(
         now, then = _at(levels, at), _at(levels, at + 1)  # [U, F]
         upgraded = _at(tiles_of, now)
         left = jnp.maximum(budgets - add_up(upgraded * words), 0)
-        # What is left pays for the next upgrade in part.
+        # The rest pays for a part of the next upgrade.
         more = jax.lax.div(jnp.broadcast_to(left, words.shape), words)
         upgraded = (upgraded + jnp.where(then > now, more, 0))[..., None]
-        # Tile t starts behind t narrowest tiles and, of each upgrade, its words for tiles before t.
+        # Tile t starts after t narrowest tiles and the words that upgrades add to tiles before t.
         offset = add_up(jnp.minimum(tile, upgraded) * words[..., None])
         width = add_up(jnp.where(tile < upgraded, wider[..., None], 0))
         return pack_tiles(tile[0] * upgrades.tile_words + offset, width + upgrades.narrowest)
@@ -223,7 +223,7 @@ def _tile_rows(source: Source, chunk, fmt: WireFormat) -> Array:
 
 
 def _by_groups(rows, fmt: WireFormat) -> Array:
-    """Super-groups [..., S] with the coordinates of a group behind each other."""
+    """Super-groups [..., S] with the coordinates of a group next to each other."""
     # Coordinates are [fours of groups, quad of a group, group of the four, coordinate of a quad].
     quads = rows.reshape(*rows.shape[:-1], -1, fmt.group_size // QUAD, DEALT, QUAD)
     return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
@@ -247,7 +247,7 @@ def _scatter_words(payload, words, offset, used) -> Array:
     """Writes uint32[T, ...] to ``payload[offset[t] ..]`` where ``used``."""
     words = words.reshape(words.shape[0], -1)
     index = offset[:, None] + jnp.arange(words.shape[1])[None]
-    index = jnp.where(used[:, None], index, payload.shape[0])  # behind the end: dropped
+    index = jnp.where(used[:, None], index, payload.shape[0])  # beyond the end: dropped
     return payload.at[index].set(words, mode="drop", unique_indices=True)
 
 
@@ -343,13 +343,13 @@ def _decode_scales(payload, records: _Records, fmt: WireFormat) -> Array:
 
 
 def _finite_scale(fields, cap, fmt: WireFormat) -> Array:
-    """bf16 scales as f32: not negative, at most ``cap`` and finite, but for `NAN_SCALE`."""
+    """bf16 scales as f32: finite, and from 0 to ``cap``, except for `NAN_SCALE`."""
     scale = _float(jnp.minimum((fields & 0x7FFF) << 16, _bits(cap)))
     return jnp.where(fields == NAN_SCALE, jnp.nan, scale) if fmt.carries_nan else scale
 
 
 def _scale_field(scale, top, fmt: WireFormat) -> Array:
-    """The bf16 fields of scales; ``top`` are the largest values that they serve."""
+    """The bf16 fields of scales; ``top`` has the largest values that they scale."""
     field = _bits(scale) >> 16
     return jnp.where(jnp.isfinite(top), field, jnp.uint32(NAN_SCALE)) if fmt.carries_nan else field
 
@@ -368,7 +368,7 @@ def _bf16_up(x, cap) -> Array:
 
 
 def _reciprocal(x) -> Array:
-    """1/x; 0 where x is too small for that to be finite."""
+    """1/x; 0 where x is too small for a finite 1/x."""
     safe = x >= _SMALLEST_NORMAL
     return jnp.where(safe, 1.0 / jnp.where(safe, x, 1.0), 0.0)
 
@@ -396,9 +396,9 @@ def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
 
 
 def _round_to_levels(z, noise, records: _Records, fmt: WireFormat) -> Array:
-    """Level indices of ``z >= 0`` in units of levels, up with the probability that keeps E[z].
+    """Level indices of ``z >= 0``, in units of levels, rounded at random so that E[z] is kept.
 
-    With dither they start at -1, that of the first negative level.
+    With dither, indices start at -1, the first negative level.
     """
     w = _per_tile(jnp.clip(records.width, 1, 15)).astype(jnp.uint32)
     last = (jnp.uint32(1) << (w - 1)) - 1
@@ -419,7 +419,7 @@ def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:
             below = jnp.searchsorted(levels, z, side="right", method="scan_unrolled")
             below = jnp.clip(below - 1, 0, levels.shape[0] - 2)
             gap = levels[below + 1] - levels[below]
-            # Same sense as adding noise to a fraction: up where fraction + noise reaches 1.
+            # As if noise were added to a fraction: up where fraction + noise reaches 1.
             threshold = (jnp.uint32(0xFFFF) - (noise >> 16)).astype(jnp.float32) * (gap * 2**-16)
             up = z - levels[below] > threshold
             index = (below + up.astype(jnp.int32)).astype(jnp.uint32)
@@ -470,17 +470,17 @@ def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
 
 
 def _decoding_noise(order, noise, k, fmt: WireFormat) -> Array | None:
-    """The words that decoding the k-th payload repeats."""
+    """The noise words that decode the k-th payload."""
     return _tile_noise(order, noise[k], fmt) if fmt.dither else None
 
 
 def compress(source: Source, chunks, target: Target, skip=None, *, fmt: WireFormat) -> Array:
-    """See `pallas_kernels.compress`; what ``skip`` leaves unspecified is encoded as well."""
+    """See `pallas_kernels.compress`; the payload ``skip`` may be anything, and is encoded, too."""
     return decompress_accumulate_recompress((), source, chunks, target, fmt=fmt)
 
 
 def _sum_of_chunk(inputs: tuple[Input, ...], source: Source, chunk, i, fmt: WireFormat) -> Array:
-    """f32[T, R, S]: ``x - mean`` on ``chunk`` plus what all inputs hold for it, as their i-th."""
+    """f32[T, R, S]: ``x - mean`` on ``chunk`` plus the i-th payloads of all inputs."""
     total = _tile_rows(source, chunk, fmt)
     for payloads, tiles, skip, noise in inputs:
 
@@ -534,14 +534,14 @@ def decompress(payloads, tiles, chunks, result: Result, noise=None, *, fmt: Wire
 
 
 def _place(values, super_groups, result: Result, fmt: WireFormat) -> Array:
-    """Finished ``super_groups``, written to those rows of the result that exist."""
+    """Writes finished ``super_groups`` to their rows, if the result has them."""
     rows = result.rows
     values = _in_order(values.reshape(-1, fmt.super_group_size), fmt)
     values = values + result.mean_sum[super_groups][:, None]
     if result.divisor != 1:
         values = values * (1.0 / result.divisor)
     at = super_groups if result.start is None else super_groups - result.start
-    # Others get numbers behind the end, which are dropped, each its own (``unique_indices``).
+    # The others get distinct numbers beyond the end (``unique_indices``), which are dropped.
     at = jnp.where((at >= 0) & (at < rows), at, rows + jnp.arange(at.shape[0]))
     shape = rows, fmt.super_group_size
     out = jnp.zeros(shape, result.dtype) if result.into is None else result.into

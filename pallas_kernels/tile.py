@@ -1,14 +1,14 @@
 """The arithmetic of one tile on values in registers, shared by kernels of every lowering of Pallas.
 
 A tile's values stay in registers from the first load to the last store, and a thread holds all
-quads of a group: maxima and words of a group take no exchange between threads. A tile's width is
+quads of a group. So threads exchange nothing for a group's maxima and words. A tile's width is
 static: a kernel reads it at run time and takes the branch compiled for it (`Tile.by_width`), in
 which every shift, mask and level constant is static.
 
-The arithmetic is that of `pallas_kernels.reference`, operation by operation where rounding could
-differ: no product of inexact operands meets an addition, so that FMA contraction cannot change a
-bit. Nothing here touches memory or knows of a lowering: what is done differently by each, `Tile`
-and `Payload` hold.
+The arithmetic equals `pallas_kernels.reference`, operation by operation where rounding could
+differ. No addition takes a product of inexact operands, so FMA contraction cannot change a bit.
+Nothing here touches memory or depends on a lowering: `Tile` and `Payload` hide how lowerings
+differ.
 """
 
 from collections.abc import Callable
@@ -35,28 +35,28 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 class Tile(Protocol):
     """A program's part of a chunk, as a lowering holds it in registers.
 
-    Arrays of *coordinates* have the shape that the lowering chose; those of *super-groups* and of
-    *groups* broadcast by `to_groups` and `to_coordinates`.
+    Arrays of *coordinates* have the shape that the lowering chose. `to_groups` broadcasts arrays of
+    *super-groups*, and `to_coordinates` arrays of *groups*.
     """
 
     fmt: WireFormat
     c: Any
-    """The position of the program's chunk among those of the call: int32 scalar."""
+    """The position of the program's chunk among the call's chunks: int32 scalar."""
 
     def rows(self, order_ref, chunk) -> jax.Array:
-        """The numbers of the tile's super-groups, out of ``order_ref[chunk]``: int32."""
+        """The numbers of the tile's super-groups, from ``order_ref[chunk]``: int32."""
         ...
 
     def by_width(self, tiles_ref, chunk, branch: Callable, *operands):
-        """``branch(offset, w)(*operands)`` by the tile's entry in ``tiles_ref[chunk]``."""
+        """``branch(offset, w)(*operands)``, as the tile's entry in ``tiles_ref[chunk]`` says."""
         ...
 
     def load(self, x_ref, rows, n_rows: int) -> jax.Array:
-        """The coordinates of super-groups ``rows``, 0 from ``n_rows`` on, in their dtype."""
+        """The coordinates of super-groups ``rows`` in their dtype; 0 from row ``n_rows`` on."""
         ...
 
     def pinned(self, x, width: int) -> jax.Array:
-        """Coordinates as f32, made in the branch of ``width``: no compiler moves this out of it."""
+        """Casts coordinates to f32 in the branch of ``width``; no compiler moves the cast out."""
         ...
 
     def load_rows(self, ref, rows) -> jax.Array:
@@ -64,7 +64,7 @@ class Tile(Protocol):
         ...
 
     def store(self, out_ref, rows, values) -> None:
-        """Writes coordinates f32 to those of ``rows`` that ``out_ref`` has, in its dtype."""
+        """Writes f32 coordinates to the ``rows`` that ``out_ref`` has, in its dtype."""
         ...
 
     def payload(self, ref, where: tuple) -> "Payload":
@@ -72,23 +72,23 @@ class Tile(Protocol):
         ...
 
     def levels(self, at) -> jax.Array:
-        """The entries f32 of `level_tables` at indices int32, of coordinates."""
+        """The f32 entries of `level_tables` at int32 indices, for coordinates."""
         ...
 
     def inverse(self, x) -> jax.Array:
-        """1/x, correctly rounded, of normal positive f32 below 2^126."""
+        """1/x, correctly rounded, for normal positive f32 x below 2^126."""
         ...
 
     def magnitude_plus(self, x, c: np.float32) -> jax.Array:
-        """|x| + c, rounded once, of coordinates."""
+        """|x| + c for coordinates, rounded once."""
         ...
 
     def ceil(self, x) -> jax.Array:
-        """f32 from 1 to 256, rounded up, as int32."""
+        """Rounds f32 from 1 to 256 up to int32."""
         ...
 
     def zeros(self) -> jax.Array:
-        """f32 zeros of all coordinates."""
+        """f32 zeros for all coordinates."""
         ...
 
     def shifts(self, bits: int) -> jax.Array:
@@ -96,23 +96,23 @@ class Tile(Protocol):
         ...
 
     def counters(self, rows) -> jax.Array:
-        """The numbers of the quads of super-groups ``rows``, for their coordinates: uint32."""
+        """The number of each coordinate's quad, for super-groups ``rows``: uint32."""
         ...
 
     def group_max(self, values) -> jax.Array:
-        """The largest coordinate f32 of each group."""
+        """The largest f32 coordinate of each group."""
         ...
 
     def row_max(self, of_groups) -> jax.Array:
-        """The largest f32 of the groups of each super-group."""
+        """The largest f32 among each super-group's groups."""
         ...
 
     def to_groups(self, of_rows) -> jax.Array:
-        """Values of super-groups, for their groups."""
+        """Broadcasts super-groups' values to groups."""
         ...
 
     def to_coordinates(self, of_groups) -> jax.Array:
-        """Values of groups, for their coordinates."""
+        """Broadcasts groups' values to coordinates."""
         ...
 
 
@@ -120,27 +120,27 @@ class Payload(Protocol):
     """How a kernel reads and writes one payload, by sections that start at word offsets."""
 
     def load_row_scales(self, offset) -> jax.Array:
-        """Fields of 16 bits of super-groups: uint32."""
+        """Loads super-groups' fields of 16 bits: uint32."""
         ...
 
     def store_row_scales(self, offset, fields: jax.Array) -> None:
-        """Writes fields uint32 of super-groups, each below 2^16."""
+        """Stores super-groups' uint32 fields, each below 2^16."""
         ...
 
     def load_group_scales(self, offset, bits: int) -> jax.Array:
-        """Fields of ``bits`` bits of groups: uint32."""
+        """Loads groups' fields of ``bits`` bits: uint32."""
         ...
 
     def store_group_scales(self, offset, fields: jax.Array, bits: int) -> None:
-        """Writes fields uint32 of groups, each below 2^bits."""
+        """Stores groups' uint32 fields, each below 2^bits."""
         ...
 
     def load_plane(self, offset, bits: int) -> jax.Array:
-        """Fields uint32 of ``bits`` bits of coordinates; bits above those are unspecified."""
+        """Loads coordinates' uint32 fields of ``bits`` bits; higher bits are unspecified."""
         ...
 
     def store_plane(self, offset, fields: jax.Array, bits: int) -> None:
-        """Writes fields uint32 of coordinates, each below 2^bits."""
+        """Stores coordinates' uint32 fields, each below 2^bits."""
         ...
 
 
@@ -163,7 +163,7 @@ def noise_of(rows, noise: Noise, tile: Tile):
 
 
 def finished(value, mean_sum, divisor: int):
-    """The sum to be returned: ``value + mean_sum`` over ``divisor``."""
+    """The finished sum: ``value + mean_sum``, divided by ``divisor``."""
     value = value + mean_sum
     return value if divisor == 1 else value * np.float32(1.0 / divisor)
 
@@ -198,9 +198,9 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
 
 
 def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Tile):
-    """Levels less their dither, f32 in half-steps; every operation is exact."""
+    """Levels minus their dither, f32 in half-steps; every operation is exact."""
     negative = _sign_mask(code << as_word(32 - width))
-    # A level's index, placed at bit 23 - bits of an f32, counts steps, which double by octaves.
+    # A level's index at bit 23 - bits of an f32 counts steps, which double from octave to octave.
     index = (code ^ negative) & as_word((1 << (width - 1)) - 1)
     low, bits = _octaves(width, tile.fmt)
     position = (index << as_word(23 - bits)) + as_word(_first_level(width, tile.fmt))
@@ -209,14 +209,14 @@ def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Til
     amplitude = np.float32(tile.fmt.dither_amplitude(width))
     if not amplitude:
         return level
-    # 1 + k / 2^DITHER_BITS of the known bits k, of which the middle of its interval is meant.
+    # 1 + k / 2^DITHER_BITS for the known bits k; u is the middle of the interval that k leaves.
     known = (noise() >> as_word(9)) & as_word((0xFFFFFFFF << (23 - DITHER_BITS)) & 0x7FFFFF)
     known = _f32(known | as_word(int(np.float32(1.0).view(np.uint32))))
     return (level + amplitude * np.float32(1.5 - 0.5 ** (DITHER_BITS + 1))) - amplitude * known
 
 
 def _sign_mask(bits):
-    """All bits where the top one is set, else none: uint32."""
+    """All ones where the top bit is set, else 0: uint32."""
     return lax.bitcast_convert_type(lax.bitcast_convert_type(bits, jnp.int32) >> 31, jnp.uint32)
 
 
@@ -247,7 +247,7 @@ def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
 
 
 def _finite_scale(fields, width: int, fmt: WireFormat):
-    """A bf16 scale as f32: not negative, at most the cap and finite, but for `NAN_SCALE`."""
+    """A bf16 scale as f32: finite, and from 0 to the cap, except for `NAN_SCALE`."""
     cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
     scale = _f32(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
     return jnp.where(fields == as_word(NAN_SCALE), jnp.nan, scale) if fmt.carries_nan else scale
@@ -256,7 +256,7 @@ def _finite_scale(fields, width: int, fmt: WireFormat):
 def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
     """super_scale * fraction / 256, rounded up to the width's significant bits."""
     scale = super_scale * (fraction.astype(jnp.float32) * (1.0 / 256))
-    # Adding the bits to be dropped, all ones, rounds up.
+    # Adding ones in all bits that are dropped rounds up.
     drop = (1 << (24 - fmt.scale_bits(width))) - 1
     if fmt.scale_bits(width) >= 16:
         return scale
@@ -264,7 +264,7 @@ def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
 
 
 def level_tables(fmt: WireFormat) -> jax.Array:
-    """The levels of all widths of "geometric" levels, one after another: f32; else one zero."""
+    """The "geometric" levels of all widths, one width after another: f32; else one zero."""
     tables = [fmt.level_table(w) for w in fmt.widths if 1 < w < 16]
     if fmt.levels != "geometric" or not tables:
         return jnp.zeros((1,), jnp.float32)
@@ -330,13 +330,13 @@ def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
 
 
 def _scale_field(scale, top, fmt: WireFormat):
-    """The bf16 field of a scale; ``top`` is the largest value that it serves."""
+    """The bf16 field of a scale; ``top`` is the largest value that it scales."""
     field = _u32(scale) >> 16
     return jnp.where(_is_finite(top), field, as_word(NAN_SCALE)) if fmt.carries_nan else field
 
 
 def _magnitude(values, fmt: WireFormat):
-    """|values|, with infinity for NaN if the format carries it: maxima may leave NaN out."""
+    """|values|, with infinity for NaN if the format carries NaN: a maximum may ignore NaN."""
     if not fmt.carries_nan:
         return jnp.abs(values)
     return _f32(jnp.minimum(_u32(values) & as_word(0x7FFFFFFF), as_word(0x7F800000)))
@@ -352,7 +352,7 @@ def _bf16_up(x, cap: float):
 
 
 def _reciprocal(x, tile: Tile):
-    """1/x correctly rounded; 0 where x is too small for that to be finite."""
+    """1/x, correctly rounded; 0 where x is too small for a finite 1/x."""
     safe = x >= _SMALLEST_NORMAL
     return jnp.where(safe, tile.inverse(jnp.where(safe, x, 1.0)), 0.0)
 

@@ -32,12 +32,12 @@ from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 from pallas_kernels.tuning import tuning_for
 
-# JAX 0.11 says so to whoever lowers a program; users of these kernels can do nothing about it.
+# JAX 0.11 warns everyone who lowers a program, and users of these kernels cannot change that.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
 def _asm(code: str, x, dtype=jnp.float32):
-    """PTX that makes one word of ``dtype``, ``$0``, of one, ``$1``."""
+    """PTX that computes a word of ``dtype``, ``$0``, from a word, ``$1``."""
     (y,) = plgpu.elementwise_inline_asm(
         "{" + code + "\n}",
         args=[x],
@@ -49,7 +49,7 @@ def _asm(code: str, x, dtype=jnp.float32):
 
 
 def _inverse(x):
-    """The reciprocal of ``rcp.rn`` for 2^-126 <= x < 2^126, without its branch for the rest."""
+    """1/x as by ``rcp.rn``, for 2^-126 <= x < 2^126, without its branch for other x."""
     return _asm(
         """.reg .f32 guess, error;
         rcp.approx.ftz.f32 guess, $1;
@@ -61,7 +61,7 @@ def _inverse(x):
 
 
 def _magnitude_plus(x, c: np.float32):
-    """One instruction: Triton's |x| flushes denormals, and so cannot be part of an addition."""
+    """One instruction: Triton's |x| flushes denormals, so it cannot be part of an addition."""
     bits = int(c.view(np.uint32))
     return _asm(f".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, 0f{bits:08X};", x)
 
@@ -72,18 +72,18 @@ def _field_shifts(shape: tuple[int, ...], bits: int):
 
 
 def _divmod(x, by: int):
-    """Quotient and remainder of int32 x >= 0: the operators of JAX look at signs, too."""
+    """Quotient and remainder of int32 x >= 0; JAX's operators would also handle signs."""
     divisors = jnp.full_like(x, by)
     return lax.div(x, divisors), lax.rem(x, divisors)
 
 
 def _pack(fields, bits: int):
-    """Fields uint32[..., k] below 2^bits, added up as parts of words: uint32[...]."""
+    """Packs fields uint32[..., k] below 2^bits into words: uint32[...]."""
     return jnp.sum(fields << _field_shifts(fields.shape, bits), axis=-1, dtype=jnp.uint32)
 
 
 def _by_width(width, widths: tuple[int, ...], branch, *operands):
-    """``branch(w)(*operands)`` for the ``w`` in ``widths`` that ``width`` equals."""
+    """``branch(w)(*operands)`` for the ``w`` in ``widths`` that equals ``width``."""
     if len(widths) == 1:
         return branch(widths[0])(*operands)
     return lax.cond(
@@ -121,13 +121,13 @@ class _Payload(NamedTuple):
         return (words >> (field * bits).astype(jnp.uint32)) & as_word((1 << bits) - 1)
 
     def store_group_scales(self, offset, fields, bits: int):
-        """One store for each word."""
+        """Stores each word once."""
         rows, count = fields.shape
         words = _pack(fields.reshape(rows, count * bits // 32, 32 // bits), bits)
         plgpu.store(self._at(offset + _row_major(words.shape)), words)
 
     def load_plane(self, offset, bits: int):
-        """One load for each word; one that several groups share is loaded for each."""
+        """Loads each word once, or once for each of several groups that share it."""
         tile = self.tile
         quads, rows, groups, _ = tile.shape
         if QUAD * bits > 32:
@@ -177,9 +177,9 @@ def _row_major(shape: tuple[int, ...]):
 
 
 def _words_of_groups(words: int, tile: "_Tile"):
-    """The numbers of a plane's words, so many for each group: int32[words / k, k, R, groups].
+    """The numbers of a plane's words, ``words`` for each group: int32[words / k, k, R, groups].
 
-    With k words of a group in an axis, up to 16 bytes, a thread moves them at once.
+    One axis has k words of a group, up to 16 bytes, which a thread moves at once.
     """
     _, rows, groups, _ = tile.shape
     # Word i of group g in row r is word (r * groups + g) * words + i; i = first axis * k + second.
@@ -192,7 +192,7 @@ def _words_of_groups(words: int, tile: "_Tile"):
 
 
 def _half_quads(tile: "_Tile"):
-    """The numbers of words of two fields of 16 bits: int32[quads, R, groups, 2]."""
+    """The numbers of words that hold two 16-bit fields: int32[quads, R, groups, 2]."""
     quads, rows, groups, _ = tile.shape
     # Two words to a quad: word h of quad q is ((r * groups + g) * quads + q) * 2 + h.
     shape = quads, rows, groups, 2
@@ -215,10 +215,10 @@ def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, size, rows_per_pr
 
 
 _MOST_TO_DEAL = 2**17
-"""Super-groups that the counting sort orders. On an H100 (JAX 0.11.2) an order takes 19 us by it
-and 46 by XLA's sort for 2^15 super-groups, 43 us by both for 2^17, 243 and 50 for 2^20."""
+"""The most super-groups that the counting sort orders. On an H100 (JAX 0.11.2) it takes 19, 43 and
+243 us for 2^15, 2^17 and 2^20 super-groups; XLA's sort takes 46, 43 and 50 us."""
 _MOST_MEMBERS = 512
-"""Super-groups whose energies a program joins to those of tiles. Halving 4,096 of them six times
+"""The most super-groups whose energies a program averages. Halving 4,096 of them six times
 takes Triton's compiler 70 s on an H100's host (JAX 0.11.2); 512 take one second."""
 
 
@@ -234,7 +234,7 @@ def call_options(name: str, interpret: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """A `pallas_kernels.tile.Tile` of Triton's."""
+    """The `pallas_kernels.tile.Tile` of Triton."""
 
     fmt: WireFormat
     table: Any
@@ -271,7 +271,7 @@ class _Tile:
 
     def pinned(self, x, width):
         if not self.interpret:
-            # The comment makes the code of each branch another one.
+            # The comment makes the branches' code different.
             x = _asm(f"mov.b32 $0, $1; // {width}", x, x.dtype)
         return x.astype(jnp.float32)
 
@@ -327,18 +327,18 @@ class _Tile:
 
 @dataclass(frozen=True)
 class Triton:
-    """A `pallas_kernels.kernels.Lowering`."""
+    """The `pallas_kernels.kernels.Lowering` of Triton."""
 
     interpret: bool = False
     """Whether kernels run on Pallas' interpreter."""
 
     def tile(self, fmt, table_ref, tiles):
-        """The tile of the program that runs."""
+        """The tile of the running program."""
         t, c = pl.program_id(0), pl.program_id(1)
         return _Tile(fmt, table_ref, self.interpret, t, c)
 
     def launch(self, launch: Launch, operands):
-        """The result of a launch; an aliased operand only keeps what other calls wrote."""
+        """The result of a launch; an aliased operand only holds what other calls wrote."""
         whole = pl.BlockSpec(memory_space=pl.ANY)
         body = functools.partial(
             launch.kernel, lowering=self, fmt=launch.fmt, **dict(launch.static)
@@ -395,21 +395,23 @@ def _statistics(x, super_group_size: int, interpret: bool):
     )
 
 
-# The plan in five launches. The first three are a counting sort: blocks of super-groups count their
-# levels; columns of levels add up where those of each block begin; blocks place their own. Then
-# tiles add up their energies and count their levels, and from these counts follow their widths.
+# The plan takes five launches. The first three are a counting sort: blocks of super-groups count
+# their levels; columns of levels compute where each block's levels begin; blocks place their
+# super-groups. Then tiles add up their energies and count their levels, and these counts determine
+# their widths.
 #
-# A block counts levels below the end of its own largest octave, since nobody knows the shard's yet.
-# The difference moves all levels of the block by as much, down to the last.
+# A block counts levels below the end of its own largest octave, since no program knows yet the end
+# for its shard (see `pallas_kernels.energy`). The difference between the ends moves all levels of
+# the block by the same number, down to the last level.
 
 
 def _level(energy, end):
-    """`steps_below` of one end for all."""
+    """`steps_below` with one end for all."""
     return jnp.clip(end - octave_parts(energy), 0, ENERGY_LEVELS - 1)
 
 
 def _steps(energy_ref, at, shard, end=None):
-    """Energies of super-groups ``at``, their levels below ``end``, and it: by default their own."""
+    """Energies of super-groups ``at``, levels below ``end``, and ``end``, by default theirs."""
     energy = plgpu.load(energy_ref.at[shard, at], mask=at < energy_ref.shape[1], other=0.0)
     if end is None:
         end = jnp.max(octave_parts(energy)) | ((1 << MANTISSA_BITS) - 1)
@@ -417,7 +419,7 @@ def _steps(energy_ref, at, shard, end=None):
 
 
 def _counts_below(level, inside):
-    """How many of the levels that are ``inside`` lie before each level: int32[ENERGY_LEVELS]."""
+    """For each level, how many entries ``inside`` have a lower level: int32[ENERGY_LEVELS]."""
     level = jnp.where(inside, level, ENERGY_LEVELS)
     every = lax.broadcasted_iota(jnp.int32, (*level.shape, ENERGY_LEVELS), 1)
     return jnp.sum((level[:, None] < every).astype(jnp.int32), axis=0)
@@ -453,8 +455,8 @@ def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, a
         return part * at_once + lax.broadcasted_iota(jnp.int32, shape, 0)
 
     def below(part, further):
-        """How many super-groups of blocks lie before the levels ``level + further``."""
-        # A block counted from its own end: level l of the shard is its level l - moved.
+        """For each block, how many super-groups lie before the levels ``level + further``."""
+        # A block counted from its own end: the shard's level l is the block's level l - moved.
         block = blocks_of(part)
         moved = jnp.broadcast_to((end - ends(part))[:, None], shape)
         at = jnp.clip(level + further - moved, 0, ENERGY_LEVELS - 1)
@@ -466,7 +468,7 @@ def _begin_kernel(below_ref, ends_ref, begin_ref, end_ref, *, size, per_shard, a
     def place(part, so_far):
         lower = below(part, 0)
         own = below(part, 1) - lower  # super-groups of each block on each level
-        begin = so_far[None] + jnp.cumsum(own, axis=0) - own  # behind those of the blocks before
+        begin = so_far[None] + jnp.cumsum(own, axis=0) - own  # after those of earlier blocks
         block = blocks_of(part)
         plgpu.store(begin_ref.at[shard, block, level], begin, mask=block < blocks)
         return so_far + jnp.sum(own, axis=0)
@@ -484,7 +486,7 @@ def _place_kernel(
     at = block * size + lax.broadcasted_iota(jnp.int32, (size,), 0)
     energy, level, _ = _steps(energy_ref, at, shard, end_ref[shard, 0])
     begin = plgpu.load(begin_ref.at[shard, block, level])
-    # The rank: where the block's level begins, plus equals that come earlier in the block.
+    # The rank: where the block's level begins, plus the equal levels earlier in the block.
     one, other = (lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     earlier = (level[:, None] == level[None]) & (other < one)
     rank = begin + jnp.sum(earlier.astype(jnp.int32), axis=1)
@@ -499,14 +501,14 @@ def _place_kernel(
 def _level_kernel(sorted_ref, end_ref, energy_ref, tiles_of_ref, *, size, at_once):
     """Mean energies of ``at_once`` tiles of ``size`` super-groups, and how many lie before levels.
 
-    A program stores the counts of the levels above the last tile before its own, up to that of its
-    last tile: tiles ascend.
+    Levels of tiles ascend. So a program stores the counts for levels after the level of the
+    previous program's last tile, up to the level of its own last tile.
     """
     part, shard = pl.program_id(0), pl.program_id(1)
     tiles, end, start = energy_ref.shape[1], end_ref[shard, 0], part * at_once
 
     def tiles_from(first, count):
-        """Energies and levels of ``count`` tiles, those beyond the last one of the last level."""
+        """Energies and levels of ``count`` tiles; tiles beyond the end have the last level."""
         tile = first + lax.broadcasted_iota(jnp.int32, (count,), 0)
         member = lax.broadcasted_iota(jnp.int32, (count, padded_count(size)), 1)
         inside = (tile < tiles)[:, None] & (member < size)
@@ -528,7 +530,7 @@ def _level_kernel(sorted_ref, end_ref, energy_ref, tiles_of_ref, *, size, at_onc
 
 
 def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_once):
-    """Tiles of one chunk, ``at_once`` of them; every program finds the states of its shard."""
+    """Writes ``at_once`` tiles of a chunk; every program finds the states of its shard."""
     part, chunk = pl.program_id(0), pl.program_id(1)
     chunks, tiles = out_refs[0].shape
     shard = chunk // (chunks // tiles_of_ref.shape[0])
@@ -537,11 +539,11 @@ def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_onc
     state_of = lax.broadcasted_iota(jnp.int32, (pl.next_power_of_2(states),), 0)
 
     def tiles_of(levels):
-        """The tiles of the first so many levels."""
+        """The number of tiles on the first ``levels`` levels."""
         count = plgpu.load(tiles_of_ref.at[shard, jnp.minimum(levels, ENERGY_LEVELS - 1)])
         return jnp.where(levels == ENERGY_LEVELS, tiles, count)
 
-    # As `reference.widened`, whose comments have the indices.
+    # As `reference.widened`, whose comments explain the indices.
     for i, (out_ref, budget) in enumerate(zip(out_refs, upgrades.budgets, strict=True)):
         costs = [words[i] for words in upgrades.words]
         inside = state_of < states
@@ -555,7 +557,7 @@ def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_onc
         left = budget - sum(count * words for count, words in zip(upgraded, costs, strict=True))
         offset, width = tile * upgrades.tile_words, jnp.full_like(tile, upgrades.narrowest)
         for u, words in enumerate(costs):
-            # What is left pays for the next upgrade in part.
+            # The rest pays for a part of the next upgrade.
             more = lax.div(jnp.maximum(left, 0), jnp.int32(words))
             count = upgraded[u] + jnp.where(taken_ref[u, i, state + 1] > now[u], more, 0)
             offset = offset + jnp.minimum(tile, count) * words
@@ -565,7 +567,7 @@ def _width_kernel(tiles_of_ref, taken_ref, *out_refs, upgrades: Upgrades, at_onc
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
 def _deal(energy, taken, upgrades: Upgrades, shape, sizes, interpret: bool) -> Dealt:
-    """With programs of ``sizes``: super-groups of a block, blocks of a column, tiles."""
+    """Programs have ``sizes``: super-groups of a block, blocks of a column, tiles."""
     (shards, _), (chunks, chunk_size), (size, column, part) = energy.shape, shape, sizes
     per_shard, tiles = chunks * chunk_size // shards, chunk_size // TILE_ROWS
     blocks, levels = pl.cdiv(per_shard, size), 8  # of a column: 32 bytes

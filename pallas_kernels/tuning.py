@@ -1,6 +1,6 @@
 """Launch parameters of the kernels: a small table by GPU generation.
 
-Found by running ``benchmarks/coding_kernels.py`` over the choices (figures: docs/performance.md).
+``benchmarks/coding_kernels.py`` found them, over the choices (figures: docs/performance.md).
 """
 
 from typing import NamedTuple
@@ -36,5 +36,5 @@ _HOPPER = {
 
 
 def tuning_for(kernel: str) -> Tuning:
-    """The launch parameters of ``kernel``; one generation is known, others take its values."""
+    """The launch parameters of ``kernel``; one generation is known, others use its values."""
     return _HOPPER[kernel]

@@ -6,6 +6,7 @@ import itertools
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import jax
@@ -300,6 +301,7 @@ def test_arguments_that_psum_refuses(case):
 def test_a_jax_with_too_little_of_mosaic(monkeypatch):
     monkeypatch.setattr(pallas_kernels.backend, "_on_nvidia", lambda: True)
     monkeypatch.setattr(pallas_kernels.backend, "RUNS_MOSAIC", False)
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
     with raises(NotImplementedError, "backend='mosaic'", "JAX >= 0.11", jax.__version__):
         resolve_backend("mosaic")
     assert resolve_backend("interpret") == "interpret"

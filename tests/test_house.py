@@ -176,7 +176,7 @@ def imported(file: Path) -> set[str]:
 
 
 def floors() -> dict[str, int]:
-    """The floor of every wing: one above the highest that it imports."""
+    """The storey of every wing: one above the highest storey that it imports."""
     imports: dict[str, set[str]] = {}
     for file in ROOT.rglob("*.py"):
         imports.setdefault(wing(file), set()).update(imported(file))

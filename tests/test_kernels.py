@@ -23,7 +23,7 @@ from kernel_runs import (
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from pallas_kernels import kernels, push, triton
+from pallas_kernels import kernels, mosaic, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
 from pallas_kernels.format import DEALT, QUAD
@@ -110,7 +110,7 @@ def test_kernels_lower_for_cuda(name, lowering, variants, monkeypatch):
     """And their variants: without means, with one worker left out, into an array that is there."""
     fmt, (layout, given, arrived) = FORMATS[name], case(name)
     options = {"lowering": LOWERINGS[lowering]}
-    monkeypatch.setattr(pk, "_implementation", lambda backend: (kernels, options))
+    monkeypatch.setattr(pk, "_implementation", lambda *_: (kernels, options))
     calls = programs(layout, fmt, jnp.float32, lowering)
     if lowering == "triton":  # the other leaves them to XLA
         calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
@@ -128,10 +128,27 @@ def test_mosaic_takes_as_many_groups_as_a_warp_has_threads(monkeypatch):
     fmt = pk.WireFormat(group_size=8, super_group_size=512)
     layout, given = operands(fmt, SIZE, jnp.float32)
     arrived = payloads(layout, fmt, given)
-    monkeypatch.setattr(pk, "_implementation", lambda _: (kernels, {"lowering": Mosaic()}))
+    monkeypatch.setattr(pk, "_implementation", lambda *_: (kernels, {"lowering": Mosaic()}))
     program = programs(layout, fmt, jnp.float32, "mosaic")["compress"]
     with pytest.raises(NotImplementedError, match="up to 32 groups .* pass group_size >= 16"):
         lowered_for_cuda(program, given, arrived)
+
+
+DTYPES_OF_GRADIENTS = ["float32", "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    daily(
+        itertools.product([128, 256, 512, 1024], DTYPES_OF_GRADIENTS),
+        [(128, "bfloat16"), (1024, "float16")],
+    ),
+)
+def test_statistics_of_mosaic_lower_for_cuda(size, dtype):
+    statistics = partial(mosaic.statistics, super_group_size=size)
+    x = jax.ShapeDtypeStruct((3, SIZE), dtype)
+    assert "dynamiq_statistics" in lowered_for_cuda(statistics, x.update(shape=(SIZE,)))
+    assert "@mosaic_gpu" in lowered_for_cuda(jax.vmap(statistics), x)
 
 
 @pytest.mark.parametrize("group_size", [8, 64])

@@ -1,4 +1,4 @@
-"""What differential privacy may suppose of a compressed sum."""
+"""A compressed sum has what differential privacy supposes."""
 
 import functools
 

@@ -21,7 +21,7 @@ import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression.compression import as_compression
-from dynamiq_jax.core import links, xla
+from dynamiq_jax.core import links, lowering, xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import method as dynamiq
 from dynamiq_jax.topologies import steps_of
@@ -567,6 +567,20 @@ def test_programs_that_push_take_arrays_on_several_meshes(nvlink):
     added = jax.device_put(jnp.zeros(x.shape[1]), other)
     total = np.asarray(jax.jit(lambda x, y: run(x) + y)(own, added))
     assert off(total / 1000, np.asarray(x).sum(0)) < 0.2
+
+
+@pytest.mark.parametrize("part", ["is_mesh_set", "needs_devices"])
+def test_a_jax_that_does_not_say_its_mesh_does_not_push(nvlink, part, monkeypatch):
+    def lost(*_):
+        raise RuntimeError("another JAX")
+
+    monkeypatch.setattr(lowering, part, lost)
+    x = gradient(5, 2, (11 + len(part)) * 2**12)  # no other test has traced this size
+    mesh = auto_mesh(2)
+    own, run = over(mesh, x, mesh)
+    with jax.set_mesh(mesh):
+        assert off(np.asarray(run(own)), np.asarray(x).sum(0)) < 0.2
+    assert not nvlink
 
 
 @pytest.mark.parametrize(("mapped", "compiled"), [(False, False), (True, True)])

@@ -57,7 +57,7 @@ SKIPPED = {"test", "tests", "testing", "__pycache__"}
 CHUNK = 64
 """Tokens of a chunk."""
 MAX_BYTES = 4 * 2**20
-"""Of a class."""
+"""The most bytes of a class."""
 HELD_OUT = 5
 """One file of so many is held out."""
 HELD_CHUNKS = 1024

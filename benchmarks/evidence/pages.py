@@ -456,7 +456,7 @@ def long_training() -> Figure:
 WORKERS, TOP_1 = "workers.json", "top1.json"
 """Rows of `training.py`."""
 DIGITS, FINETUNED = "classifier.json", "finetuned.json"
-"""Of `classifier.py` and `finetuned.py`."""
+"""The rows of `classifier.py` and `finetuned.py`."""
 SIZES = {"micro": "0.1 M", "tiny": "1.1 M", "mid": "17 M", "125m": "123 M"}
 """Parameters, by the names of `training.MODELS`."""
 

@@ -74,7 +74,7 @@ class Workers(NamedTuple):
 
     number: int = 8
     backend: Backend = "jnp"
-    """Of the kernels of DynamiQ and of MX floats."""
+    """The backend of the kernels of DynamiQ and of MX floats."""
 
 
 EIGHT = Workers()

@@ -21,7 +21,7 @@ from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
-from pallas_kernels import resolve_backend
+from pallas_kernels import Choice, choose_backend, resolve_backend
 from pallas_kernels.mx import UNIT, Element, Form, decode, encode
 
 ELEMENTS = {
@@ -44,6 +44,11 @@ class _MX(PlainMethod):
         """Checks every field."""
         check_fields(self)
 
+    @property
+    def kernels(self) -> Choice:
+        """See `Method`; Mosaic has no kernels of MX floats."""
+        return choose_backend(self.backend, has_mosaic=False)
+
     def encode(
         self, values: Float[Array, " m"], noise: UInt32[Array, " m"]
     ) -> UInt32[Array, " words"]:
@@ -59,7 +64,7 @@ class _MX(PlainMethod):
         self, x: Float[Array, " d"], shared: Any, layout: ChunkLayout, call: Call
     ) -> ChunkCodec:
         """See `HopMethod`; by kernels where the backend has them."""
-        backend = resolve_backend(self.backend)
+        backend = resolve_backend(self.kernels.backend)
         if backend == "jnp":
             return PlainMethod.codec(self, x, shared, layout, call)
         from dynamiq_jax.comparators.mx_codec import kernel_codec

@@ -53,6 +53,10 @@ class Explanation:
       ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
         nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
       fastest: the way that takes the least time on the wire, in words; `None` without a rate.
+      kernels: the backend of the kernels that encode and decode on JAX's default platform, such as
+        "triton"; "xla" for methods that have none. Several are joined by "; ".
+      kernels_reason: why `backend=None` runs no Triton kernels on the NVIDIA GPUs here, else
+        `None`.
       padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
     """
 
@@ -70,6 +74,8 @@ class Explanation:
     ways: tuple[Way, ...] = ()
     fastest: str | None = None
     padded: tuple[PaddedLeaf, ...] = ()
+    kernels: str = "xla"
+    kernels_reason: str | None = None
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
@@ -78,6 +84,8 @@ class Explanation:
         if self.relative_error is not None:
             error = f"about {self.relative_error:.2g}, of the worst up to three times that"
             caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
+        if self.kernels_reason is not None:
+            caption.append(f"kernels of the backend {self.kernels!r}: {self.kernels_reason}")
         if self.advice is not None:
             caption.append(self.advice)
         body = []
@@ -164,6 +172,7 @@ def explain_grouping(
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
     if not any(isinstance(route.runner, TwoLevels) for route in routes):
         outer = total  # one level: all bytes are those of its axes
+    kernels = [route.method.kernels for route in routes]
     found = ways(grouping, (total, outer), n) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
@@ -183,6 +192,9 @@ def explain_grouping(
         padded=padded_leaves(grouping, n, min(r.limits.min_leaf_size for r in routes))
         if n > 1
         else (),
+        kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)),
+        kernels_reason="; ".join(dict.fromkeys(k.reason for k in kernels if k and k.reason))
+        or None,
     )
 
 

@@ -137,7 +137,7 @@ class Axis:
     # --- Collectives ------------------------------------------------------------------------------
 
     def psum(self, tree: Any) -> Any:
-        """`lax.psum`, with groups also if JAX tracks varying axes; such sums still vary."""
+        """`lax.psum`; with groups it also runs if JAX tracks varying axes, and sums still vary."""
         if self.groups is None or not self.tracked:
             return lax.psum(tree, **self._grouped)
 

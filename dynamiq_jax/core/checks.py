@@ -15,7 +15,7 @@ Op = Literal["sum", "mean"]
 
 
 def axis_counts(n_workers: int | tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of all axes, from that of one or of several."""
+    """The sizes of all axes, from one size or from several."""
     given = tuple(n_workers) if isinstance(n_workers, tuple | list) else (n_workers,)
     try:
         sizes = tuple(map(operator.index, given))

@@ -1,4 +1,4 @@
-"""Differences between JAX versions, and what its tracing state can tell.
+"""Differences between JAX versions, and facts from JAX's tracing state.
 
 Every function may need this file. `experimental.explicit_mesh.compat` has what only Explicit axes
 need; no other file of this package handles versions. Some of it has no public interface in JAX.
@@ -50,7 +50,7 @@ def private(part: str) -> Iterator[None]:
 
 
 def aside(function: Callable[[], Any]) -> Any:
-    """Calls ``function`` in a thread of its own, where no trace is around it."""
+    """Calls ``function`` in a new thread, where no trace is around it."""
     with concurrent.futures.ThreadPoolExecutor(1) as threads:
         return threads.submit(function).result()
 
@@ -200,7 +200,7 @@ _MAP_FRAMES = "the functions that trace jax.shard_map and its derivative"
 def transposes_a_map() -> bool:
     """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
 
-    Called under a `jax.shard_map`. JAX does not tell: types, axes and values are alike in both
+    Call it under a `jax.shard_map`. JAX does not tell: types, axes and values are alike in both
     cases. Its function that transposes a map is on the stack then, nearer than the one that runs
     the user's function.
 
@@ -233,7 +233,7 @@ def _less_varying(x, *, axes: frozenset[str]):
         return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
 
 
-# JAX has no operation for this: what permutations have brought counts as varying for ever.
+# JAX has no operation for this: results of permutations count as varying for ever.
 _assume_invarying_p = Primitive("assume_invarying")
 _assume_invarying_p.def_abstract_eval(_less_varying)
 _assume_invarying_p.def_impl(lambda x, **_: x)
@@ -243,11 +243,11 @@ mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 _inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # before JAX had it: True
 inlined = functools.partial(jax.jit, inline=_inline)
-"""`jax.jit` of which nothing is left within another: one program for operations called eagerly."""
+"""`jax.jit` that disappears within another `jax.jit`; eager operations become one program."""
 
 
 def _knows_vmap() -> bool:
-    """Whether tracers of `jax.vmap` have the slot that `vmapped` looks for, and others have not."""
+    """Whether `jax.vmap`'s tracers have the attribute that `vmapped` looks for, and no others."""
     found = []
 
     def note(x: Array) -> Array:
@@ -264,7 +264,7 @@ def _knows_vmap() -> bool:
 @tried("the tracers of jax.vmap", _knows_vmap)
 def vmapped(name: str) -> bool:
     """Whether the axis is `jax.vmap`'s (its tracers have a dim), outside of `jax.jit`."""
-    # A batch tracer's slot is private. No public way was found: an axis has a name and a size
+    # A batch tracer's attribute is private. No public way was found: an axis has a name and a size
     # whichever map it belongs to, and batching rules are asked only after a collective is bound.
     return hasattr(lax.axis_index(name), "batch_dim")
 
@@ -291,7 +291,7 @@ def inner_jaxprs(equation: JaxprEqn) -> list[Any]:
 
 @functools.cache
 def _empty_jaxpr() -> Jaxpr:
-    """A jaxpr to be filled: there is no public way to make the debug information of one."""
+    """An empty jaxpr to fill: there is no public way to make the debug information of one."""
     return with_constants(jax.make_jaxpr(lambda: ())())[0]
 
 
@@ -318,10 +318,10 @@ def evaluate_here(
     """The results of an equation that was traced under other axis types, or under another map.
 
     Args:
-      equation: one whose programs, as those of loops, are replaced by ``inside`` of them.
-      args: its operands, also in the place of constants in it.
-      inside: takes a program and returns one for operands as they are here. It has no constants
-        where the first has no place for them.
+      equation: its programs, such as loop bodies, are replaced by ``inside`` of them.
+      args: its operands, which also replace its constants.
+      inside: gets a program and returns one for operands as they are here. The latter has no
+        constants if the former has no place for them.
     """
     kinds = Jaxpr, ClosedJaxpr
 

@@ -42,7 +42,7 @@ _gathered: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def gathered_over(names: Collection[str]) -> Iterator[None]:
-    """While it lasts, `with_sharding_constraint` forgets Explicit axes, in this thread alone."""
+    """In this context, `with_sharding_constraint` forgets Explicit axes, in this thread alone."""
     token = _gathered.set(frozenset(names))
     try:
         yield
@@ -131,10 +131,10 @@ class Recorded:
         return self.structure.unflatten(_replay(self.closed, self.axis, leaves))
 
     def varying(self, *args: Any) -> Any:
-        """Over which axes of the map a result may vary, from sets of axes of all arguments.
+        """The axes of the map over which each result may vary, from the axes of all arguments.
 
-        A result that has only collectives' results, constants and arguments without axes behind it
-        is the same on all workers.
+        A result that depends only on collectives' results, constants and arguments without axes is
+        the same on all workers.
         """
         return self.structure.unflatten(_varying(self.closed, jax.tree.leaves(args)))
 
@@ -149,7 +149,7 @@ def record(
     """Traces ``function(*args)`` of one worker outside of all maps.
 
     Args:
-      function: one of trees of arrays. It may use the names of the axis.
+      function: a function of trees of arrays. It may use the names of the axis.
       args: trees of arrays or their types, of one worker's shapes.
       mesh: the mesh whose axes of the map are Auto.
       axis: the axes over which values are typed as varying.
@@ -195,7 +195,7 @@ def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
     name, params = name_of(equation), equation.params
     if name == "sharding_constraint":
         return [_constrain(operands[0], _spec_of(params), get_abstract_mesh().manual_axes)]
-    if name == "psum":  # where nothing is manual this is another primitive than under the map
+    if name == "psum":  # without manual axes this is another primitive than under the map
         groups = params["axis_index_groups"]
         operands = Axis(params["axes"]).to_varying(operands)
         return jax.lax.psum(operands, params["axes"], axis_index_groups=groups)
@@ -238,7 +238,7 @@ def _spec_of(params: dict[str, Any]) -> P:
 
 
 def _varying(program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """The axes over which a program's results may vary, by those of its arguments."""
+    """The axes over which a program's results may vary, from its arguments' axes."""
     jaxpr, _ = with_constants(program)
     none = frozenset[str]()
     known = dict(zip(jaxpr.invars, args, strict=True))

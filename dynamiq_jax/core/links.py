@@ -13,7 +13,7 @@ def in_one_domain() -> bool:
 
 
 def fast_links() -> bool:
-    """Whether NVLink connects all GPUs: one domain, and of a kind that is only built with it."""
+    """Whether NVLink connects all GPUs: one domain, and GPUs that are only built with NVLink."""
     kind = jax.devices()[0].device_kind
     known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
     return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)

@@ -22,22 +22,27 @@ def by_device_order(ordered: Callable[..., Any], otherwise: Callable[..., Any], 
 
     Both functions are traced, and only one is in the program. They must return trees of arrays of
     the same types, and have no side effects. ``otherwise`` is chosen where the devices are not
-    known (an `AbstractMesh`), where the program is exported to other devices, and under `jax.vmap`.
+    known (an `AbstractMesh`, or a JAX of which this library does not know how to ask), where the
+    program is exported to other devices, and under `jax.vmap`.
     """
+    try:
+        is_set = is_mesh_set()
+        if is_set:
+            needs_devices(_chosen_for_set_mesh)
+    except (ImportError, RuntimeError):  # a version of JAX that does not say it
+        return otherwise(*args)
     leaves, treedef = jax.tree.flatten(args)
     programs, shapes = {}, None
     for name, function in (("ordered", ordered), ("otherwise", otherwise)):
         flat = lambda *xs, function=function: function(*treedef.unflatten(xs))
         programs[name], shapes = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     # JAX limits programs that need devices to one mesh, so only those of `jax.set_mesh` are such.
-    chosen = _chosen_for_set_mesh if is_mesh_set() else _chosen
-    if chosen is _chosen_for_set_mesh:
-        needs_devices(chosen)
+    chosen = _chosen_for_set_mesh if is_set else _chosen
     return jax.tree.unflatten(jax.tree.structure(shapes), chosen.bind(*leaves, **programs))
 
 
 def in_order(devices: np.ndarray) -> bool:
-    """Whether a mesh's array of devices has those of numbers 0, 1, ... in row-major order."""
+    """Whether a mesh's array has the devices 0, 1, ... in row-major order."""
     return [device.id for device in devices.flat] == list(range(devices.size))
 
 

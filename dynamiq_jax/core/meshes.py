@@ -15,7 +15,7 @@ from dynamiq_jax.core.axis import Axis
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
-    """The mesh of `jax.set_mesh`, else that of the first leaf that has one; it may be empty."""
+    """The mesh of `jax.set_mesh`, else of the first leaf with a mesh; it may be empty."""
     meshes = [get_abstract_mesh()]
     meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
     return next((mesh for mesh in meshes if not mesh.empty), meshes[0])
@@ -35,7 +35,7 @@ def is_outside(axis: Axis, tree: Any) -> bool:
 
 
 def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
-    """``x`` as the spec says; nothing happens to an array that its type says is so."""
+    """``x``, sharded by ``spec``; an array whose type has this spec is unchanged."""
     if isinstance(x, Array) and not jax.typeof(x).sharding.mesh.empty:
         if jax.typeof(x).sharding.spec == spec:
             return x

@@ -12,7 +12,7 @@ _SAME_VALUE = {"pcast", "pvary", "copy", "copy_p", "optimization_barrier", "assu
 
 
 def passed_arguments(program: Any) -> list[int | None]:
-    """For every result of a jaxpr the number of the argument that it is; `None`: of none.
+    """For every result of a jaxpr, the number of the argument that it is, or `None`.
 
     Calls, such as `jax.checkpoint` and `jax.jit`, loops and branches are looked through.
     """
@@ -31,7 +31,7 @@ def passed_arguments(program: Any) -> list[int | None]:
 
 
 def _operands(equation: JaxprEqn) -> list[int | None]:
-    """For every result of an equation the number of the operand that it is; `None`: of none."""
+    """For every result of an equation, the number of the operand that it is, or `None`."""
     name, options, inner = name_of(equation), equation.params, inner_jaxprs(equation)
     unknown: list[int | None] = [None] * len(equation.outvars)
     if name in _SAME_VALUE:
@@ -39,8 +39,8 @@ def _operands(equation: JaxprEqn) -> list[int | None]:
     if not inner:
         return unknown
     if name == "while":
-        # Operands: constants of the condition, those of the body, the carry. The body has not the
-        # first of these, and its results are the carry.
+        # Operands: the condition's constants, the body's constants, the carry. The body does not
+        # get the first of these, and its results are the carry.
         own = passed_arguments(options["body_jaxpr"])
         body, _ = with_constants(options["body_jaxpr"])
         first, before = len(body.invars) - len(own), len(equation.invars) - len(body.invars)

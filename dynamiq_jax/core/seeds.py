@@ -16,8 +16,8 @@ from pallas_kernels import mix
 def check_key(key, axis: Axis | None = None) -> None:
     """Refuses keys that are not arrays, and those that JAX knows to vary over the axis.
 
-    The check runs ahead of `jax.jit`, which makes arrays of numbers. Groups of workers may have
-    keys of their own.
+    The check runs ahead of `jax.jit`, which turns numbers into arrays. Groups of workers may have
+    different keys.
     """
     if key is None:
         return
@@ -32,7 +32,7 @@ def check_key(key, axis: Axis | None = None) -> None:
 
 
 Seed = UInt[Array, " 2"] | UInt[Array, ""]
-"""The seed of a collective's rounding, the same on all workers: two words of a key; or, where
+"""The seed of a collective's rounding, the same on all workers: two 32-bit words of a key; or, if
 the caller gave no key, one number that tells its bucket from others."""
 
 
@@ -79,7 +79,7 @@ def fold_seeds(words: UInt[Array, " 2"], tags: Sequence[int]) -> UInt[Array, "ta
 
 
 def seed_of(seed: Seed, stats: Float[Array, "*shape"] | None = None) -> UInt[Array, " 2"]:
-    """The words of the key; without a key, a hash of the bucket's number and of the statistics."""
+    """The key's two words; without a key, a hash of the bucket's number and of the statistics."""
     if seed.ndim == 1:
         return seed
     number = jnp.stack([mix(seed), mix(seed * jnp.uint32(0x9E3779B1))])  # 0 changes nothing

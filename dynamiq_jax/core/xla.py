@@ -174,7 +174,7 @@ def _choose_sockets() -> None:
     """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
     if any(name in os.environ for name in _SOCKETS):
         return
-    # NCCL's own files of variables do not overwrite those of the environment.
+    # NCCL's own files of variables do not overwrite environment variables.
     files = [os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf"), "/etc/nccl.conf"]
     told = "".join(map(_text, files))
     chosen = any(name in told for name in _SOCKETS)

@@ -19,9 +19,9 @@ class Encoder(NamedTuple):
 
     stage: int
     slot: Array | int
-    """int32 scalar; of several encoders int32[k]."""
+    """int32 scalar; int32[k] for several encoders."""
     worker: Array | int
-    """int32 scalar; of several encoders int32[k]."""
+    """int32 scalar; int32[k] for several encoders."""
 
 
 class Arrived(NamedTuple):
@@ -39,9 +39,9 @@ class ChunkCodec(NamedTuple):
     """The operations of a codec on one worker's gradient. ``chunks`` are int32[c]."""
 
     encode: Callable[..., tuple[Payload, Array | None]]
-    """(arrived, chunks, encoder, lost, skip=None) -> payloads with a leading axis [c], of this
-    worker's own share of each chunk plus all payloads in ``arrived`` (a tuple of `Arrived`); and
-    ``lost`` with the errors of these encodings. If no payload arrived, ``skip`` (int32) may be the
+    """(arrived, chunks, encoder, lost, skip=None) -> (payloads, lost). Payloads [c] hold this
+    worker's own share of each chunk plus all payloads in ``arrived`` (a tuple of `Arrived`).
+    ``lost`` gets the errors of these encodings. If no payload arrived, ``skip`` (int32) may be the
     index of one of the c chunks that is not needed."""
     decode: Callable[[Payload, Array, Encoder, Array | None], Array]
     """(payloads [c] of the last stage, chunks, their encoders int32[c], result so far) -> result

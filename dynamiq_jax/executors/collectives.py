@@ -79,7 +79,7 @@ def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
     me, n_workers = axis.index, axis.size
     yield payloads, me[None]
     for by in range(1, n_workers):
-        # Everyone sends ``by`` places on, and so gets from the worker as many places before.
+        # Every worker sends ``by`` places on, and gets from the worker ``by`` places before.
         pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
         yield axis.ppermute(payloads, pairs), ((me - by) % n_workers)[None]
 
@@ -140,7 +140,7 @@ class _Run(NamedTuple):
         self, rounds: Rounds, held: list[list[_Received]], lost: Array | None
     ) -> tuple[list[list[_Received]], Array | None]:
         """All rounds but the first, as a loop: a round adds the payloads of the round before."""
-        # What a worker got in round t - 1 has to be what it encodes in round t, in one order.
+        # In round t a worker has to encode what it got in round t - 1, in the same order.
         first, second = rounds.step(0), rounds.step(1)
         if not np.array_equal(self._owners(first), chunk_table(second, self.n_workers)):
             raise ValueError(
@@ -173,7 +173,7 @@ class _Run(NamedTuple):
                 continue
             if not np.array_equal(owners, wanted):
                 mine = jnp.asarray(at)[self.axis.index]
-                # Of payloads [k, c], those of the wanted chunks, for all k senders.
+                # From payloads [k, c], take the wanted chunks of all k senders.
                 take = lambda x, at=mine: x.at[:, at].get(mode="promise_in_bounds")
                 arrived = arrived._replace(payloads=jax.tree.map(take, arrived.payloads))
             found.append(arrived)

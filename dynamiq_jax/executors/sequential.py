@@ -29,11 +29,11 @@ class Tree(NamedTuple):
     """The in-tree of one chunk: every worker but the owner encodes and sends it once."""
 
     step: Int[np.ndarray, " n"]
-    """The step in which each worker sends; -1 for the owner, which does not."""
+    """The step in which each worker sends; -1 for the owner, which sends nothing."""
     stage: Int[np.ndarray, " n"]
     slot: Int[np.ndarray, " n"]
     to: Int[np.ndarray, " n"]
-    """The worker that it sends to; -1 for the owner."""
+    """The worker to which it sends; -1 for the owner."""
 
     def order(self) -> list[int]:
         """All workers, each after the workers whose encodings it adds, in the order of steps."""
@@ -80,7 +80,7 @@ def reduce_chunk(
     called with the number of workers that have encoded, and the number of all.
     """
     tree, payload = tree_of(topology, n_workers), None
-    # For each worker that something has arrived for: the senders and payloads of every step.
+    # For each worker with arrivals: the senders and payloads of every step.
     waiting: dict[int, dict[int, list[tuple[int, Payload]]]] = {}
     for done, worker in enumerate(tree.order(), 1):
         arrived = []
@@ -103,7 +103,7 @@ def reduce_chunk(
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _encode(codec_of: CodecOf, stages: tuple[int, ...], arrays, own, arrived) -> Payload:
-    """The payload of worker ``own = (slot, worker)``; ``stages`` are its own and the arrivals'."""
+    """The payload of worker ``own = (slot, worker)``; ``stages``: its own, then the arrivals'."""
     slot, worker = own
     inputs = tuple(
         Arrived(payloads, Encoder(stage, slots, senders))

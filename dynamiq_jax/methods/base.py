@@ -24,6 +24,7 @@ from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
+from pallas_kernels import Choice
 
 State = Any
 """The state of a method for one bucket, kept from step to step: a pytree of arrays of one worker;
@@ -134,6 +135,11 @@ class Method(Options, ABC):
     """Whether the method needs a state for correct results."""
     shards: ClassVar[bool] = False
     """Whether the method has `reduce_scatter`, `all_gather` and `sharded_wire_bits`."""
+
+    @property
+    def kernels(self) -> Choice | None:
+        """The backend whose kernels encode and decode; `None`: the method has no such kernels."""
+        return None
 
     @property
     def most_bits(self) -> float:
@@ -303,6 +309,7 @@ class WrappedMethod(Method):
 
     needs_state: ClassVar[bool] = True
     native_by_default: ClassVar[Any] = property(attrgetter("method.native_by_default"))
+    kernels: Any = property(attrgetter("method.kernels"))
     most_bits: Any = property(attrgetter("method.most_bits"))
     scale_axis: Any = property(attrgetter("method.scale_axis"))
     declines: Any = property(attrgetter("method.declines"))

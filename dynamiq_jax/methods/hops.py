@@ -87,10 +87,15 @@ class HopMethod(TellsLosses):
             return Outcome(value, call.state, facts, lost)
 
     def warn(self, call: Call, collective: Collective = "all_reduce") -> None:
-        """Warns of a relative error that is too large."""
+        """Warns of a relative error that is too large, and of slower kernels than the fastest."""
         advice = self.advice(call.n_workers, call.topology, collective)
         if advice is not None:
             warn(advice)
+        if self.kernels is not None and self.kernels.backend == "jnp" and self.kernels.reason:
+            warn(
+                f"{type(self).__name__} runs kernels that XLA makes, which take longer: "
+                f"{self.kernels.reason}; pass backend='jnp' to choose them without this warning"
+            )
 
     def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> Shared:
         """The shared values, after the small all-reduce of the messages."""

@@ -70,7 +70,7 @@ class _Uncompressed(PlainMethod):
     def operations(
         self, x: Float[Array, " d"], shared: Shared, layout: ChunkLayout, call: Call
     ) -> tuple[Float[Array, " p"], PlainCodec]:
-        """Casts to words of bits, which no compiler can widen like floats."""
+        """Casts to unsigned integers, which no compiler can widen like floats."""
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
 
         def encode(values, chunk, slot):

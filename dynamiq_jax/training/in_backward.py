@@ -160,9 +160,9 @@ class Reducer:
         total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         self.whole = total.whole
-        """Gathers the shards in a tree, with the words of a key; other leaves stay unchanged."""
+        """Gathers the shards in a tree, with a key's seed words; other leaves stay unchanged."""
         self.reduce = total.some(moving).reduce
-        """Reduces gradients that move, with the words of a key; those of shards to shards."""
+        """Reduces gradients that move, with a key's seed words; shards' gradients to shards."""
         if copies is not None:
             _check_copies(copies, whole)
         _check_memory(whole, compression, sizes)

@@ -28,7 +28,7 @@ class Seeds:
         self._rows: list[tuple[Traced, dict[Slot, Array]]] = []
 
     def words(self, number: int) -> Array | None:
-        """The words of function ``number``: those of the key, with the number folded in."""
+        """The seed words of function ``number``: the key's words, with the number folded in."""
         return None if self._words is None else self._words[number]
 
     def of(self, traced: Traced, number: int) -> dict[Slot, Array]:
@@ -51,7 +51,7 @@ class Traces:
     def start(
         self, function: Callable, own: Any, seeds: Seeds, number: int, alike: Any
     ) -> Progress:
-        """A call ``function(own, words)``, with the words of function ``number``.
+        """A call ``function(own, words)``, with the seed words of function ``number``.
 
         Functions count as equal if ``alike`` is, and the types of ``own``.
         """

@@ -50,7 +50,7 @@ SEEDS = 2**10
 """Elements of the largest array that counts as a seed: words of each worker, not noise."""
 
 Slot = int
-"""Number of a value."""
+"""Number of a value in the program; an encoding's slot (`topologies.base`) is something else."""
 
 
 class Operation(NamedTuple):
@@ -121,7 +121,7 @@ def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
 def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Traced:
     """Cuts a program of `jax.make_jaxpr`, with the shapes of its result, at its collectives.
 
-    The last ``n_words`` arguments are words of a key. Values that depend only on them are kept
+    The last ``n_words`` arguments are a key's seed words. Values that depend only on them are kept
     apart, so that a caller can compute them for several calls at once. All-reduces of at most
     ``small`` bytes are late if no other collective waits for them.
     """
@@ -184,9 +184,9 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
 def _of_words(
     operations: Iterable[Operation], words: Iterable[Slot], constants: Mapping[Slot, Any]
 ) -> tuple[tuple[Operation, ...], set[Slot]]:
-    """Small operations that compute seeds, and the slots of all values that depend on the words.
+    """Small operations that compute seeds, and the slots of values that depend on seed words.
 
-    These operations depend only on the words and on constants. They include operations without
+    These operations depend only on seed words and on constants. They include operations without
     arguments, if others need these.
     """
     seeds, found = set(words), {}
@@ -212,7 +212,7 @@ def _of_words(
 
 
 def seeds_of(traced: Traced, words: Array) -> dict[Slot, Array]:
-    """The values of `Traced.seeds`, from the words of a key."""
+    """The values of `Traced.seeds`, from a key's seed words."""
     values = traced.constants | {traced.takes[-1]: words}
     run(traced.seeding, values)
     return {slot: values[slot] for slot in traced.seeds}

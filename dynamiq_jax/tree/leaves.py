@@ -29,7 +29,7 @@ COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Static description of what one device holds of one leaf."""
+    """Static description of the part of a leaf that one device holds."""
 
     index: int
     name: str
@@ -42,13 +42,13 @@ class Leaf:
     scale_axis: int | None = None
     """The axis along which its coordinates follow each other in a bucket; `None`: the last one."""
     path: str = ""
-    """The path that users choose methods by, such as "layers/0/kernel"."""
+    """The path by which users choose methods, such as "layers/0/kernel"."""
     whole: tuple[int, ...] = ()
-    """The shape of the leaf of which this may be a part."""
+    """The shape of the whole leaf, of which this may be a part."""
 
     @property
     def size(self) -> int:
-        """Coordinates."""
+        """The number of coordinates."""
         return math.prod(self.shape)
 
     @property
@@ -66,7 +66,7 @@ class Bucket(NamedTuple):
 
     @property
     def dtype(self) -> np.dtype:
-        """That of every leaf."""
+        """The dtype of every leaf."""
         return self.leaves[0].dtype
 
     @property
@@ -76,7 +76,7 @@ class Bucket(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Coordinates."""
+        """The number of coordinates."""
         return sum(leaf.size for leaf in self.leaves)
 
     @property
@@ -86,7 +86,7 @@ class Bucket(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """32 bits from the leaves' names: tells buckets apart whatever their order."""
+        """32 bits from the leaves' names, which tell buckets apart in any order."""
         return zlib.crc32("\n".join(leaf.name for leaf in self.leaves).encode())
 
 
@@ -143,7 +143,7 @@ def group_leaves(
 ) -> Grouping:
     """Sorts leaves into buckets and exact ones; see `methods.base.Limits`.
 
-    ``declined`` holds the reasons of a method for leaves that it does not take, by index.
+    ``declined`` has a method's reasons to decline leaves, by the leaf's index.
     """
     exact: list[tuple[Leaf, str]] = []
     open_buckets: dict[tuple[np.dtype, frozenset[str]], list[Leaf]] = {}
@@ -183,10 +183,10 @@ def group_leaves(
 
 
 ScaleAxis = int | Literal["auto"] | None
-"""An axis of every leaf that has it; "auto": that of the size that most matrices have."""
+"""An axis of every leaf that has it; "auto": the axis of the size that most matrices have."""
 
 SMALLEST_COMMON = 64
-"""Shorter axes number layers and heads, and are not chosen by "auto"."""
+"""Shorter axes count layers and heads; "auto" does not choose them."""
 
 
 def with_scale_axes(leaves: list[Leaf], scale_axis: ScaleAxis) -> list[Leaf]:
@@ -217,7 +217,7 @@ def concatenate(bucket: Bucket, values: Mapping[int, Array]) -> Array:
 
 
 def joined(parts: Sequence[Array]) -> Array:
-    """[..., k] of every part to one array [..., sum of k], in their order."""
+    """Joins parts [..., k] in their order to one array [..., sum of k]."""
     if len(parts) == 1:
         return parts[0]
     if jax.default_backend() == "gpu":
@@ -276,7 +276,7 @@ def split(bucket: Bucket, flat: Array) -> list[tuple[int, Array]]:
 
 
 def to_flat(x: Array, leaf: Leaf) -> Array:
-    """[..., *shape of the leaf] to [..., its size]: its scale axis last, then row after row."""
+    """Flattens [..., *shape of the leaf] to [..., size]: scale axis last, then row-major."""
     n_axes = len(leaf.shape)
     if leaf.scale_axis is not None:
         x = jnp.moveaxis(x, leaf.scale_axis - n_axes, -1)
@@ -284,7 +284,7 @@ def to_flat(x: Array, leaf: Leaf) -> Array:
 
 
 def from_flat(flat: Array, leaf: Leaf) -> Array:
-    """The inverse: [..., size] to [..., *shape]."""
+    """The inverse of `to_flat`: [..., size] to [..., *shape]."""
     leading, shape = flat.shape[:-1], list(leaf.shape)
     if leaf.scale_axis is None:
         return flat.reshape(*leading, *shape)

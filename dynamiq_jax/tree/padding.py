@@ -12,7 +12,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.tree.placement import names_of
 
 LAYERS = 256
-"""A leading dimension shorter than this may count layers, which `sequential` takes one by one."""
+"""A leading dimension shorter than this may count layers, which `sequential` handles one by one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -87,6 +87,6 @@ def split_dimension(lengths: Sequence[int], n: int, taken: Collection[int] = ())
     divides = (d for d in order if lengths[d] and lengths[d] % n == 0)
     if (found := next(divides, None)) is not None:
         return found
-    # A shorter one would be more zeros than coordinates, and they travel.
+    # A shorter one would get more zeros than coordinates, and zeros travel.
     longer = [d for d in order if lengths[d] > n and d not in taken]
     return min(longer, key=lambda d: (late(d), -lengths[d] % n / lengths[d]), default=None)

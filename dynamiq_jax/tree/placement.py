@@ -1,9 +1,9 @@
-"""Where leaves are on the axes of a mesh that they are not reduced over, as tensor-parallel ones.
+"""How leaves lie on mesh axes that they are not reduced over, such as tensor-parallel axes.
 
-Every device reduces its own part of a leaf, with the devices that hold the same part of it. What
-has to be known of a leaf is the shape of a part, and the axes over which parts differ. For manual
-axes JAX knows them (but with ``check_vma=False``); for explicit axes the leaf's type says them; of
-automatic axes nothing can be seen while a program is traced, and the caller passes PartitionSpecs.
+Every device reduces its own part of a leaf, with the devices that hold the same part of it. This
+needs the shape of a part, and the axes over which parts differ. For manual axes JAX knows both
+(except with ``check_vma=False``). For explicit axes the leaf's type says both. For automatic axes a
+trace shows neither, and the caller passes PartitionSpecs.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves
 
 
 class Surroundings(NamedTuple):
-    """The mesh around a reduction. Axes of size 1 count as manual, whatever they are."""
+    """The mesh around a reduction. Axes of size 1 count as manual, whatever their type."""
 
     names: tuple[str, ...]
     """The axes that are reduced over."""
@@ -57,8 +57,8 @@ class Surroundings(NamedTuple):
         whole = describe_leaves(tree)
         told = flat_specs(specs, tree, self.sizes) if self.sizes else [P()] * len(whole)
         opened = self.specs(tree, specs) or [P()] * len(whole)
-        # Where nothing is known leaves travel alone: a leaf whose copies should stay equal must not
-        # share widths and noise with one that differs between them.
+        # Where nothing is known leaves travel alone. A leaf whose copies should stay equal must not
+        # share widths and noise with a leaf that differs between devices.
         alone = specs is None and not self.tracked and bool(self.of_kind(AxisType.Manual))
         return [
             dataclasses.replace(
@@ -70,14 +70,14 @@ class Surroundings(NamedTuple):
         ]
 
     def as_typed(self, tree: Any, spec: P) -> Any:
-        """``tree`` with the types that `per_part` expects of what the spec is for."""
+        """``tree`` with the types that `per_part` expects for this spec."""
         explicit = self.of_kind(AxisType.Explicit)
         if not explicit:
             return tree
         return jax.tree.map(lambda x: jax.reshard(x, restrict_spec(spec, explicit)), tree)
 
     def per_part(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """``function`` of what every device holds: maps it over the open axes."""
+        """Maps ``function`` over the open axes, so that it gets each device's part."""
         if not self.open:
             return function
         left = set(self.sizes) - set(get_abstract_mesh().manual_axes)
@@ -86,7 +86,7 @@ class Surroundings(NamedTuple):
 
 
 def surroundings(axis: Axis) -> Surroundings:
-    """The mesh around a reduction over ``axis``; no other axis where no mesh has it."""
+    """The mesh around a reduction over ``axis``; without other axes if no mesh has it."""
     names, mesh, tracked = axis.names, get_abstract_mesh(), axis.tracked
     if not set(names) & set(mesh.manual_axes):  # `jax.vmap`
         return Surroundings(names, {}, {}, tracked)
@@ -99,7 +99,7 @@ def surroundings(axis: Axis) -> Surroundings:
 
 
 def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
-    """`Surroundings.specs` of a tree with buckets; refuses where specs are missing."""
+    """`Surroundings.specs` of a tree with buckets; raises if specs are missing."""
     opened = around.specs(tree, specs)
     if opened is not None:
         return opened
@@ -133,7 +133,7 @@ def placed_leaves(
 ) -> tuple[list[Leaf], dict[str, int]]:
     """The part of every leaf that one device holds, and the sizes of axes that may be split.
 
-    Inside `jax.shard_map` leaves are whole but for its manual axes. Default: the mesh around.
+    Inside `jax.shard_map`, leaves are whole except over its manual axes. Default: the mesh around.
     """
     leaves = describe_leaves(tree)
     if specs is None:
@@ -158,7 +158,7 @@ def flat_specs(
 ) -> list[P]:
     """The PartitionSpec of every leaf of ``tree``.
 
-    ``specs`` is a prefix of it, of PartitionSpecs or NamedShardings; `None` is ``untold``, or P().
+    ``specs`` is a prefix of it, of PartitionSpecs or NamedShardings; `None` is ``untold`` or P().
     """
 
     def is_spec(x) -> bool:
@@ -180,7 +180,7 @@ def flat_specs(
         return [spec] * jax.tree.structure(part).num_leaves
 
     try:
-        # Lists of specs, one for each part: a node of the tree may refuse children but arrays.
+        # Lists of specs, one for each part: a node may refuse children that are not arrays.
         lists = jax.tree.map(spread, specs, tree, is_leaf=lambda x: isinstance(x, P))
     except ValueError:
         misfit = misfit_of(specs, tree, is_leaf=lambda x: isinstance(x, P))
@@ -199,7 +199,7 @@ def flat_specs(
 
 
 def check_nodes(tree: Any) -> None:
-    """Refuses pytree nodes that take arrays alone as children: specs must fit in, too."""
+    """Refuses pytree nodes that accept only arrays as children: specs must fit in, too."""
     try:
         jax.tree.map(lambda _: P(), tree)
     except Exception as error:
@@ -215,7 +215,7 @@ def check_nodes(tree: Any) -> None:
 
 
 def misfit_of(prefix: Any, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> str:
-    """Where a tree that is no prefix of ``tree`` differs from it first."""
+    """Where ``prefix``, which is no prefix of ``tree``, first differs from it."""
     told, leaves = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(x, is_leaf=f)]
         for x, f in ((prefix, is_leaf), (tree, None))
@@ -246,13 +246,13 @@ def restrict_spec(spec: P, names: Collection[str]) -> P:
 
 
 def constrained(tree: Any, mesh: Mesh | AbstractMesh, specs: Sequence[P]) -> Any:
-    """``tree``, sharded as the specs of its leaves say, where the compiler would choose."""
+    """``tree``, sharded as its leaves' specs say, and not as the compiler would choose."""
     shardings = jax.tree.structure(tree).unflatten(NamedSharding(mesh, spec) for spec in specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
 
 
 def axes_above_one(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes of more than one device, in their order: others count for nothing."""
+    """The axes with more than one device, in their order; others have no effect."""
     return tuple(name for name in names if sizes[name] > 1)
 
 
@@ -262,12 +262,12 @@ def bucket_axes(bucket: Bucket, names: Collection[str]) -> tuple[str, ...]:
 
 
 def n_parts(axes: Collection[str], sizes: Mapping[str, int]) -> int:
-    """Into how many parts these axes split a leaf."""
+    """The number of parts into which these axes split a leaf."""
     return math.prod(sizes[name] for name in axes)
 
 
 def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
-    """The shard of a leaf that one device holds; refuses a spec that does not fit."""
+    """The part of a leaf that one device holds; raises if the spec does not fit."""
     shape = list(leaf.shape)
     if len(spec) > len(shape):
         raise ValueError(

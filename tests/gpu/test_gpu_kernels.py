@@ -23,6 +23,7 @@ from kernel_runs import (
 import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.methods.dynamiq.plan import make_plan
+from pallas_kernels import mosaic
 from pallas_kernels._compat import RUNS_MOSAIC
 
 BACKENDS = ["triton", "mosaic"] if RUNS_MOSAIC else ["triton"]
@@ -44,13 +45,25 @@ def test_same_bits_as_the_reference(backend, name, dtype):
         np.testing.assert_array_equal(actual[kernel], value, err_msg=kernel)
 
 
+@pytest.mark.parametrize("super_group_size", [128, 256, 1024])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_statistics_agree_to_rounding(backend, size):
-    x = jax.random.normal(jax.random.key(0), (size,)) + 0.5
-    expected = pk.statistics(jax.device_put(x, jax.devices("cpu")[0]), backend="jnp")
-    actual = pk.statistics(x, backend=backend)
-    for a, e in zip(actual, expected, strict=True):
+@pytest.mark.parametrize("backend", [*BACKENDS, *(["kernel of mosaic"] if RUNS_MOSAIC else [])])
+def test_statistics_agree_to_rounding(backend, size, dtype, super_group_size):
+    """Also for each of several gradients, and means are not finite where a coordinate is not."""
+    x = (jax.random.normal(jax.random.key(0), (3, size)) + 0.5).astype(dtype)
+    x = x.at[1, 5000].set(jnp.nan).at[2, -1].set(jnp.inf)
+
+    def statistics(x, backend):
+        of = partial(pk.statistics, super_group_size=super_group_size, backend=backend)
+        if backend == "kernel of mosaic":
+            of = partial(mosaic.statistics, super_group_size=super_group_size)
+        return of(x[0]), jax.vmap(of)(x)
+
+    expected = statistics(jax.device_put(x, jax.devices("cpu")[0]), "jnp")
+    assert np.isnan(expected[1][0][1, 5000 // super_group_size])
+    actual = statistics(x, backend)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(e), rtol=2e-6, atol=1e-6)
 
 

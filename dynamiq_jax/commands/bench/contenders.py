@@ -15,7 +15,6 @@ from jax import lax
 import dynamiq_jax as dq
 from dynamiq_jax.comparators.native import MatrixMethod, NativeMethod
 from dynamiq_jax.core.xla import known
-from pallas_kernels import resolve_backend
 
 
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
@@ -286,7 +285,7 @@ def parse_method(text: str, topology: Any) -> Contender:
         label=f"{text.strip()} {'native' if topology is None else type(topology).__name__.lower()}",
         reduce=partial(reduce, compression=compression),
         wire_bytes=wire_bytes,
-        backend=resolve_backend(method.backend) if hasattr(method, "backend") else "xla",
+        backend=method.kernels.backend if method.kernels else "xla",
         topology=topology,
         remembers=method.needs_state,
     )

@@ -1,4 +1,4 @@
-"""What only Explicit axes need of JAX's unstable parts, see `core.compat`."""
+"""JAX's unstable parts that only Explicit axes need, see `core.compat`."""
 
 import functools
 from typing import Any

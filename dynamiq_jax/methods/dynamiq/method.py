@@ -49,7 +49,7 @@ from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.tree.leaves import ScaleAxis
-from pallas_kernels import Backend, WireFormat, check_backend
+from pallas_kernels import Backend, Choice, WireFormat, check_backend, choose_backend
 from pallas_kernels.format import TILE_ROWS, Levels, Rounding
 
 MIN_TILES_PER_WORKER = 16
@@ -208,6 +208,11 @@ class DynamiQ(HopMethod):
             group_scale=self.format.group_scale,
             dither=self.dither,
         )
+
+    @property
+    def kernels(self) -> Choice:
+        """See `Method`."""
+        return choose_backend(self.backend, self._wire)
 
     def limits(self, given: Mapping[str, int], n_workers: int, *, fast_links: bool) -> Limits:
         """See `Method`. If a bucket has few tiles for each worker, padding takes its bits."""
