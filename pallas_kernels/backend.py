@@ -131,15 +131,18 @@ def check_push(names: tuple[str, ...]) -> None:
 def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
     """The needs of push kernels over the axes ``names`` that are not met here; `None`: they run.
 
-    Outside of maps, where there are no axes, only the devices and JAX are considered.
+    Outside of maps, without ``names``, only the devices and JAX are considered.
     """
     mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    outside = not names and not mesh.manual_axes
     if not _on_nvidia():
         why = f"NVIDIA GPUs, and JAX's default platform here is {jax.default_backend()!r}"
     elif (needs := _needs_of_mosaic()) is not None:
         why = needs
     elif n_processes > 1:
         why = f"GPUs of one process, and there are {n_processes} processes"
+    elif outside:
+        why = None
     elif not set(names) <= set(mesh.axis_names) == set(mesh.manual_axes):
         why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
     elif mesh.size > MOST_WORKERS:

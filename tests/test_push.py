@@ -20,6 +20,8 @@ from dynamiq_jax.methods.dynamiq import method as dynamiq
 def needs_of_meshes(names=()):
     """What push kernels need of a mesh, as on GPUs."""
     mesh = jax.sharding.get_abstract_mesh()
+    if not names and not mesh.manual_axes:
+        return None
     mapped = set(names) <= set(mesh.axis_names) == set(mesh.manual_axes)
     return None if mapped else "jax.shard_map over all axes of a mesh"
 
@@ -212,6 +214,8 @@ def test_reductions_beside_the_backward_pass_do_not_push(nvlink, wrapped):
 def test_explanations_say_which_sums_push(nvlink):
     tree = jax.ShapeDtypeStruct((2**17,), jnp.float32)
     said = dq.explain(tree, 2, verbose=False)
+    with jax.set_mesh(auto_mesh(2)):
+        assert dq.explain(tree, 2, verbose=False).rows == said.rows
     assert "sums of up to 1 MiB by one push kernel for each bucket" in said.reason
     assert said.rows[0].route == "compressed"
     assert "push" not in dq.explain(tree, 2, verbose=False, compression=dq.BF16()).reason

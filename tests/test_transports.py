@@ -428,6 +428,9 @@ def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused,
     monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
     monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
     mesh = AbstractMesh(sizes, ("a", "b"))
+    with jax.sharding.use_abstract_mesh(mesh):  # what is not called in a map may push in one
+        assert pk.needs_of_push() is None
+        assert "over all axes of a mesh" in str(pk.needs_of_push(("a",)))
 
     def check(x):
         backend.check_push(("a",))

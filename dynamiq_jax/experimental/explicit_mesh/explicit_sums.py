@@ -157,7 +157,9 @@ def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMes
     others = [name for name in mesh.axis_names if name not in axes]
     specs = jax.tree.structure(tree).unflatten(restrict_spec(spec, others) for spec in placed)
     leaves, _ = placed_leaves(tree, mesh, specs)
-    grouping = total.compression.group(leaves, tuple(mesh.shape[name] for name in axes))
+    # On a mesh that is not set nothing is pushed, which is not known here.
+    counts = tuple(mesh.shape[name] for name in axes)
+    grouping = total.compression.group(leaves, counts, overlaps=True)
     return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
 
 
