@@ -71,7 +71,7 @@ def rows_of(x, super_group_size: int):
     return (jnp.pad(x, (0, pad)) if pad else x).reshape(-1, super_group_size)
 
 
-def _scalar(value):
+def scalar(value):
     """An operand for a scalar, which kernels read as ``ref[0]``."""
     return jnp.reshape(value, (1,)).astype(jnp.int32)
 
@@ -111,7 +111,7 @@ def _input_operands(inputs: tuple[Input, ...], fmt: WireFormat) -> tuple[tuple, 
     for payloads, tiles, skip, noise in inputs:
         flat += [payloads, tiles]
         if skip is not None:
-            flat.append(_scalar(skip))
+            flat.append(scalar(skip))
         if fmt.dither:
             flat.append(noise)
     return tuple(flat), _Inputs(with_skip, alike, fmt.dither)
@@ -296,7 +296,7 @@ def _encode_call(
     """Encodes sums, or ``source`` alone if there are no inputs."""
     rows = rows_of(source.x, fmt.super_group_size)
     flat, arrived = _input_operands(inputs, fmt)
-    skipped = () if skip is None else (_scalar(skip),)
+    skipped = () if skip is None else (scalar(skip),)
     operands = (
         rows, _mean(source), source.order, target.tiles, chunks, target.noise, level_tables(fmt),
         *skipped, *flat,
@@ -322,7 +322,7 @@ def decompress_accumulate(
     rows = rows_of(source.x, fmt.super_group_size)
     flat, arrived = _input_operands(inputs, fmt)
     operands = (
-        rows, _mean(source), result.mean_sum, source.order, chunks, _scalar(result.start),
+        rows, _mean(source), result.mean_sum, source.order, chunks, scalar(result.start),
         level_tables(fmt), *flat,
     )  # fmt: skip
     static = {

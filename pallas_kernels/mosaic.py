@@ -165,13 +165,18 @@ def _after(address, count: int):
     return arith.addi(address, arith.constant(address.type, count))
 
 
-def _load_item(ref, index):
-    """Loads 32-bit items at int32[128]: [128]."""
+def threads():
+    """The numbers of a block's threads, int32[128]."""
+    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+
+
+def _load_item(ref, index, fresh: bool = False):
+    """Loads 32-bit items at int32[128]: [128]; ``fresh`` as for `_load`."""
     dtype = ref.dtype
 
     @_inline((_REF, _PER_THREAD), _PER_THREAD, (THREADS,), dtype)
     def load(ref, index):
-        (found,) = _load(_address(ref, index[0], 4), 1)
+        (found,) = _load(_address(ref, index[0], 4), 1, fresh=fresh)
         return [arith.bitcast(ir.F32Type.get(), found) if dtype == jnp.float32 else found]
 
     return load(ref, index)
@@ -557,7 +562,7 @@ def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool 
             f"group_size={fmt.group_size}; pass group_size >= {fmt.super_group_size // WARP}, "
             "or backend=None"
         )
-    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    thread = threads()
     number, of_tile = part * THREADS + thread, TILE_ROWS * fmt.groups
     t = jnp.minimum(number // of_tile, tiles - 1)
     return _Tile(fmt, table_ref, t, number % of_tile, chunk, fresh)
@@ -565,7 +570,7 @@ def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool 
 
 def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, fmt):
     """Each thread sums a group, and the threads of a super-group add up their sums."""
-    thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=_PER_THREAD)
+    thread = threads()
     number = lax.axis_index("dynamiq_part") * THREADS + thread
     row, group = number // fmt.groups, number % fmt.groups
     x = _Tile(fmt, None, None, group, None).load(x_ref, row, n_rows).astype(jnp.float32)

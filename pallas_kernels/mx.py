@@ -34,7 +34,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt32
 
 from pallas_kernels.format import QUAD, plane_shift, planes_of
-from pallas_kernels.tile import as_word
+from pallas_kernels.tile import as_word, bits_of, floats_of
 
 BLOCK = 32
 """The number of values that share a scale."""
@@ -110,14 +110,6 @@ class Form(NamedTuple):
         return self.chunk_size // BLOCK
 
 
-def _words_of(x) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _floats_of(words) -> Array:
-    return lax.bitcast_convert_type(words, jnp.float32)
-
-
 def _fields(bits) -> tuple[Array, Array]:
     """(e, s) of f32 bits, int32 and uint32: the magnitude is s * 2^(e - 150), 1 <= e, s < 2^24."""
     exponent = ((bits & as_word(_MAGNITUDE)) >> 23).astype(jnp.int32)
@@ -127,7 +119,7 @@ def _fields(bits) -> tuple[Array, Array]:
 
 def _times_power_of_two(x, power) -> Array:
     """x * 2^power for finite f32 x and |power| < 256, rounded toward zero if it is subnormal."""
-    bits = _words_of(x)
+    bits = bits_of(x)
     exponent, significand = _fields(bits)
     lead = lax.clz(significand) - as_word(8)  # above 0 for subnormal x and zero
     significand = significand << lead
@@ -137,7 +129,7 @@ def _times_power_of_two(x, power) -> Array:
     subnormal = significand >> jnp.clip(1 - exponent, 0, 31).astype(jnp.uint32)
     magnitude = jnp.where(exponent > 0, jnp.minimum(normal, as_word(_INFINITY)), subnormal)
     magnitude = jnp.where(significand == 0, as_word(0), magnitude)
-    return _floats_of((bits & as_word(1 << 31)) | magnitude)
+    return floats_of((bits & as_word(1 << 31)) | magnitude)
 
 
 def quantize(
@@ -148,7 +140,7 @@ def quantize(
     Without noise, values are rounded to nearest, ties to even. Uniform words round stochastically:
     up if fraction + noise / 2^32 reaches 1. For negative values the complement of the word is used.
     """
-    bits = _words_of(u)
+    bits = bits_of(u)
     round_bits = _round_to_nearest if noise is None else functools.partial(_round_up, noise=noise)
     code = jnp.minimum(round_bits(bits, element), as_word(element.max_code))
     return code | (bits >> 31 << (element.bits - 1))
@@ -164,7 +156,7 @@ def _round_to_nearest(bits, element: Element) -> Array:
     # The power of two below the magnitude, at least the smallest normal element.
     power = jnp.maximum(bits & as_word(_INFINITY), first)
     steps = power + as_word(shift << 23)
-    rounded = _words_of(_floats_of(magnitude) + _floats_of(steps)) - steps
+    rounded = bits_of(floats_of(magnitude) + floats_of(steps)) - steps
     return rounded + ((power - first) >> shift)
 
 
@@ -191,11 +183,11 @@ def dequantize(
     magnitude = codes & as_word((1 << element.bits - 1) - 1)
     at_exponent = magnitude << (23 - size)
     if keeps_subnormals:  # a subnormal element is a subnormal f32 here
-        return _floats_of(at_exponent | sign) * np.float32(2.0 ** (127 - element.bias))
+        return floats_of(at_exponent | sign) * np.float32(2.0 ** (127 - element.bias))
     normal = at_exponent + as_word((127 - element.bias) << 23)
     step = np.float32(2.0 ** (element.emin - size))
-    subnormal = _words_of(magnitude.astype(jnp.float32) * step)
-    return _floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
+    subnormal = bits_of(magnitude.astype(jnp.float32) * step)
+    return floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
 
 
 def encode_blocks(
@@ -211,13 +203,13 @@ def encode_blocks(
     divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
     """
     # Bits order subnormals, too; subnormals and zero have scale code 0.
-    bits = (_words_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)
+    bits = (bits_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)
     exponent = jnp.max(jnp.max(bits, axis=3), axis=2) >> 23
     scales = jnp.maximum(exponent - element.emax, 0)
     scales = jnp.where(exponent == 255, NAN_SCALE, scales)
     power = _of_coordinates(_SCALE_BIAS - scales)
     if keeps_subnormals:  # 2^power is a normal number
-        units = x * _floats_of(((power + 127) << 23).astype(jnp.uint32))
+        units = x * floats_of(((power + 127) << 23).astype(jnp.uint32))
     else:
         units = _times_power_of_two(x, power)
     codes, width = quantize(units, element, noise), element.bits
@@ -240,7 +232,7 @@ def decode_blocks(
     code = _of_coordinates((scales[None] >> _shifts((QUARTERS, 1), 0, 8)) & as_word(0xFF))
     if keeps_subnormals:
         scale = jnp.where(code == 0, as_word(_LEADING_ONE >> 1), code << 23)
-        return units * _floats_of(jnp.where(code == NAN_SCALE, as_word(_NAN), scale))
+        return units * floats_of(jnp.where(code == NAN_SCALE, as_word(_NAN), scale))
     values = _times_power_of_two(units, code.astype(jnp.int32) - _SCALE_BIAS)
     return jnp.where(code == NAN_SCALE, np.float32(np.nan), values)
 

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int, UInt32
 from pallas_kernels._compat import shape_struct
 from pallas_kernels.format import QUAD, planes_of
 from pallas_kernels.hashing import NOISE_WORDS, Noise, noise_words
-from pallas_kernels.kernels import rows_of
+from pallas_kernels.kernels import rows_of, scalar
 from pallas_kernels.mx import (
     AT_ONCE,
     BLOCK,
@@ -30,6 +30,7 @@ from pallas_kernels.mx import (
     encode_blocks,
     sections,
 )
+from pallas_kernels.tile import divided
 from pallas_kernels.triton import call_options
 from pallas_kernels.tuning import tuning_for
 
@@ -180,30 +181,21 @@ def _sum_kernel(x_ref, chunks_ref, *rest, start, with_skip, divisor):
     program = start()
     total = program.load(x_ref, chunks_ref[program.c])
     total = program.accumulate(total, _inputs_of(rest[:-1], with_skip))
-    program.store(rest[-1], program.c, _divided(total, divisor))
+    program.store(rest[-1], program.c, divided(total, divisor))
 
 
 def _decode_kernel(payloads_ref, chunks_ref, *rest, start, divisor):
     """Decodes payloads to their chunks of the result."""
     program = start()
     values = program.decode(payloads_ref, (program.c,))
-    program.store(rest[-1], chunks_ref[program.c], _divided(values, divisor))
-
-
-def _divided(values, divisor: int) -> Array:
-    return values if divisor == 1 else values * np.float32(1.0 / divisor)
-
-
-def _scalar(value) -> Array:
-    """An operand for a scalar, which kernels read as ``ref[0]``."""
-    return jnp.reshape(value, (1,)).astype(jnp.int32)
+    program.store(rest[-1], chunks_ref[program.c], divided(values, divisor))
 
 
 def _operands(inputs: tuple[Input, ...]) -> tuple[list, tuple[bool, ...]]:
     """Inputs as a flat list of arrays, and which of them leave a payload out."""
     flat = []
     for payloads, skip in inputs:
-        flat += [payloads] if skip is None else [payloads, _scalar(skip)]
+        flat += [payloads] if skip is None else [payloads, scalar(skip)]
     return flat, tuple(skip is not None for _, skip in inputs)
 
 
@@ -265,7 +257,7 @@ def encode(
       skip: a position in ``chunks`` whose payload stays unspecified, or `None`.
     """
     flat, with_skip = _operands(inputs)
-    skipped = () if skip is None else (_scalar(skip),)
+    skipped = () if skip is None else (scalar(skip),)
     operands = rows_of(x, BLOCK), chunks, noise, *skipped, *flat
     static = ("skips_chunk", len(skipped)), ("with_skip", with_skip)
     shape = chunks.shape[0], sections(form.parts, form.element)[-1]

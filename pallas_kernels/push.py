@@ -185,7 +185,7 @@ def _copy(plan: Copy, source, from_row, target, to_row) -> None:
             mosaic._store(*of)
 
     def step(turn, _):
-        thread = plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=per_thread)
+        thread = mosaic.threads()
         unit = thread + plan.first(turn, lax.axis_index("pushed_part"))
         begin, end = (0 * thread + row * plan.units for row in (from_row, to_row))
         move(source, begin, target, end, unit)
@@ -235,11 +235,6 @@ def _meet(counter, meeting: int, me, axes: dict[str, int]) -> None:
     _wait(counter, others, meeting)
 
 
-def _threads():
-    """The numbers of a block's threads, int32[128]."""
-    return plgpu.broadcasted_iota(jnp.int32, (THREADS,), 0, layout=mosaic._PER_THREAD)
-
-
 def _tell(part, parts, place) -> None:
     """Copies the two words of a part of the seed to ``place``, perhaps on another worker."""
     per_thread = mosaic._PER_THREAD
@@ -251,17 +246,13 @@ def _tell(part, parts, place) -> None:
         words = mosaic._load(mosaic._address(source, thread[0], 4), 1, wanted)
         mosaic._store(mosaic._address(target, at[0], 4), words, wanted)
 
-    thread = _threads()
+    thread = mosaic.threads()
     move(part, parts, thread, thread + place)
 
 
 def _write_noise(parts, noises, block, n_workers: int, rounding: Rounding) -> None:
     """Writes `slot_noise` of the sum of all parts, for one block; a thread writes one word."""
     per_thread = mosaic._PER_THREAD
-
-    @mosaic._inline((mosaic._REF, per_thread), per_thread, (THREADS,), jnp.uint32)
-    def arrived(parts, at):
-        return mosaic._load(mosaic._address(parts, at[0], 4), 1, fresh=True)
 
     @mosaic._inline((mosaic._REF, per_thread, per_thread, per_thread))
     def write(noises, thread, at, word):
@@ -272,10 +263,11 @@ def _write_noise(parts, noises, block, n_workers: int, rounding: Rounding) -> No
         mosaic._store(mosaic._address(noises, at[0], 4), words, arith.extui(mosaic._i32(), wanted))
         mgpu.utils.warpgroup_barrier()
 
-    thread = _threads()
+    thread = mosaic.threads()
     first = 0 * thread + 2 * n_workers * block
+    arrived = lambda worker, word: mosaic._load_item(parts, first + 2 * worker + word, fresh=True)
     # Words 0 and 1 of the seed: the sums over workers.
-    seed = [sum(arrived(parts, first + 2 * i + word) for i in range(n_workers)) for word in (0, 1)]
+    seed = [sum(arrived(i, word) for i in range(n_workers)) for word in (0, 1)]
     slot, column = (thread // NOISE_WORDS).astype(jnp.uint32), thread % NOISE_WORDS
     columns = noise_columns(seed, slot, n_workers, rounding)
     word = columns[0]

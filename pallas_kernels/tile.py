@@ -144,11 +144,13 @@ class Payload(Protocol):
         ...
 
 
-def _u32(x) -> jax.Array:
+def bits_of(x) -> jax.Array:
+    """The bits of f32 numbers, uint32."""
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
-def _f32(bits) -> jax.Array:
+def floats_of(bits) -> jax.Array:
+    """The f32 numbers of bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
@@ -164,7 +166,11 @@ def noise_of(rows, noise: Noise, tile: Tile):
 
 def finished(value, mean_sum, divisor: int):
     """The finished sum: ``value + mean_sum``, divided by ``divisor``."""
-    value = value + mean_sum
+    return divided(value + mean_sum, divisor)
+
+
+def divided(value, divisor: int):
+    """``value``, f32, times the reciprocal of ``divisor``."""
     return value if divisor == 1 else value * np.float32(1.0 / divisor)
 
 
@@ -185,16 +191,16 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
         magnitude = code & as_word(0x7FFF)
         if not fmt.carries_nan:
             magnitude = jnp.minimum(magnitude, as_word(0x7F7F))
-        return _f32((magnitude << 16) | (code >> 15 << 31))
+        return floats_of((magnitude << 16) | (code >> 15 << 31))
     scale = _decode_scales(payload, offset, width, tile)
     if fmt.dither:
         return _decode_dithered(code, noise, width, tile) * scale
     if width == 1:
-        return _f32(_u32(scale) | ((code ^ 1) << 31))
+        return floats_of(bits_of(scale) | ((code ^ 1) << 31))
     # The code's top bit becomes the f32's sign; the bits below are the level's index.
     sign = (code << as_word(32 - width)) & as_word(1 << 31)
     level = code & as_word((1 << (width - 1)) - 1)
-    return _f32(_u32(_decode_levels(level, width, tile)) | sign) * scale
+    return floats_of(bits_of(_decode_levels(level, width, tile)) | sign) * scale
 
 
 def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Tile):
@@ -204,14 +210,14 @@ def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Til
     index = (code ^ negative) & as_word((1 << (width - 1)) - 1)
     low, bits = _octaves(width, tile.fmt)
     position = (index << as_word(23 - bits)) + as_word(_first_level(width, tile.fmt))
-    level = _f32(position) - (low + np.float32(1))
-    level = _f32(_u32(level) ^ (negative & as_word(1 << 31)))
+    level = floats_of(position) - (low + np.float32(1))
+    level = floats_of(bits_of(level) ^ (negative & as_word(1 << 31)))
     amplitude = np.float32(tile.fmt.dither_amplitude(width))
     if not amplitude:
         return level
     # 1 + k / 2^DITHER_BITS for the known bits k; u is the middle of the interval that k leaves.
     known = (noise() >> as_word(9)) & as_word((0xFFFFFFFF << (23 - DITHER_BITS)) & 0x7FFFFF)
-    known = _f32(known | as_word(int(np.float32(1.0).view(np.uint32))))
+    known = floats_of(known | as_word(int(np.float32(1.0).view(np.uint32))))
     return (level + amplitude * np.float32(1.5 - 0.5 ** (DITHER_BITS + 1))) - amplitude * known
 
 
@@ -249,7 +255,7 @@ def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
 def _finite_scale(fields, width: int, fmt: WireFormat):
     """A bf16 scale as f32: finite, and from 0 to the cap, except for `NAN_SCALE`."""
     cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
-    scale = _f32(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
+    scale = floats_of(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
     return jnp.where(fields == as_word(NAN_SCALE), jnp.nan, scale) if fmt.carries_nan else scale
 
 
@@ -260,7 +266,7 @@ def _group_scale(super_scale, fraction, width: int, fmt: WireFormat):
     drop = (1 << (24 - fmt.scale_bits(width))) - 1
     if fmt.scale_bits(width) >= 16:
         return scale
-    return _f32((_u32(scale) + as_word(drop)) & as_word(~drop))
+    return floats_of((bits_of(scale) + as_word(drop)) & as_word(~drop))
 
 
 def level_tables(fmt: WireFormat) -> jax.Array:
@@ -281,7 +287,7 @@ def _decode_levels(level, width: int, tile: Tile):
     if fmt.levels == "geometric":
         return tile.levels(level.astype(jnp.int32) + _table_start(width, fmt))
     low, bits = _octaves(width, fmt)
-    return _f32((level << as_word(23 - bits)) + as_word(int(low.view(np.uint32)))) - low
+    return floats_of((level << as_word(23 - bits)) + as_word(int(low.view(np.uint32)))) - low
 
 
 def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> None:
@@ -291,7 +297,7 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
     fmt = tile.fmt
     if width == 16:
         # bf16 is the high half of f32: noise carries into it, and the sign is put back on top.
-        own = _u32(values)
+        own = bits_of(values)
         rounding = (noise ^ (as_word(0) - (own >> 31))) >> 16
         raw = jnp.minimum((own & as_word(0x7FFFFFFF)) + rounding, as_word(0x7F7FFFFF)) >> 16
         if fmt.carries_nan:
@@ -331,7 +337,7 @@ def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
 
 def _scale_field(scale, top, fmt: WireFormat):
     """The bf16 field of a scale; ``top`` is the largest value that it scales."""
-    field = _u32(scale) >> 16
+    field = bits_of(scale) >> 16
     return jnp.where(_is_finite(top), field, as_word(NAN_SCALE)) if fmt.carries_nan else field
 
 
@@ -339,7 +345,7 @@ def _magnitude(values, fmt: WireFormat):
     """|values|, with infinity for NaN if the format carries NaN: a maximum may ignore NaN."""
     if not fmt.carries_nan:
         return jnp.abs(values)
-    return _f32(jnp.minimum(_u32(values) & as_word(0x7FFFFFFF), as_word(0x7F800000)))
+    return floats_of(jnp.minimum(bits_of(values) & as_word(0x7FFFFFFF), as_word(0x7F800000)))
 
 
 def _is_finite(x):
@@ -347,8 +353,8 @@ def _is_finite(x):
 
 
 def _bf16_up(x, cap: float):
-    bits = jnp.minimum(_u32(x), as_word(0x7F7F0000)) + as_word(0xFFFF)
-    return jnp.minimum(_f32(bits & as_word(0xFFFF0000)), cap)
+    bits = jnp.minimum(bits_of(x), as_word(0x7F7F0000)) + as_word(0xFFFF)
+    return jnp.minimum(floats_of(bits & as_word(0xFFFF0000)), cap)
 
 
 def _reciprocal(x, tile: Tile):
@@ -364,9 +370,9 @@ def _round(z, noise, width: int, tile: Tile):
         return _round_dithered(z, noise, width, tile)
     if width == 1:
         two = int(np.float32(2.0).view(np.uint32))
-        up = _u32(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(two) + (noise >> 9)
+        up = bits_of(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(two) + (noise >> 9)
         return jnp.minimum(up >> 23, as_word(1))
-    sign = _u32(z) >> 31
+    sign = bits_of(z) >> 31
     noise = noise ^ (as_word(0) - sign)
     last = as_word((1 << (width - 1)) - 1)
     if fmt.levels == "geometric":
@@ -374,15 +380,15 @@ def _round(z, noise, width: int, tile: Tile):
     else:
         low, bits = _octaves(width, fmt)
         start = int(low.view(np.uint32)) >> (23 - bits)  # nothing is shifted out
-        up = _u32(tile.magnitude_plus(z, low)) + (noise >> as_word(9 + bits))
+        up = bits_of(tile.magnitude_plus(z, low)) + (noise >> as_word(9 + bits))
         level = (up >> as_word(23 - bits)) - as_word(start)
     return jnp.minimum(level, last) | (sign << as_word(width - 1))
 
 
 def _round_dithered(z, noise, width: int, tile: Tile):
     low, bits = _octaves(width, tile.fmt)
-    negative = _sign_mask(_u32(z))
-    up = _u32(tile.magnitude_plus(z, low + np.float32(1)))
+    negative = _sign_mask(bits_of(z))
+    up = bits_of(tile.magnitude_plus(z, low + np.float32(1)))
     up = up + ((noise ^ negative) >> as_word(9 + bits))
     first = _first_level(width, tile.fmt) >> (23 - bits)  # nothing is shifted out
     level = jnp.minimum(up >> as_word(23 - bits), as_word(first + (1 << (width - 1)) - 1))

@@ -18,7 +18,7 @@ from dynamiq_jax.methods.dynamiq import method as dynamiq
 
 
 def needs_of_meshes(names=()):
-    """What push kernels need of a mesh, as on GPUs."""
+    """Push kernels need a map over all axes of the mesh, as on GPUs."""
     mesh = jax.sharding.get_abstract_mesh()
     if not names and not mesh.manual_axes:
         return None

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def without_triton(task: str) -> dict:
-    """What ``tests/without_triton.py`` prints."""
+    """Runs ``tests/without_triton.py``, and returns the object that it prints."""
     flags = f"{FLAGS} --xla_force_host_platform_device_count={N}"
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(ROOT / "tests/without_triton.py"), task]

@@ -26,6 +26,7 @@ from training import (
     BF16,
     EIGHT,
     EXACT,
+    Methods,
     Recipe,
     Way,
     contenders,
@@ -179,9 +180,7 @@ def row(data: Digits, way: Way, recipe: Recipe, seeds: int, earlier: Rows) -> di
 
 
 def main(
-    methods: Annotated[
-        str, typer.Option(help="bf16-psum, or a method with its wire bits per coordinate")
-    ] = "bf16-psum,dynamiq:5,dynamiq:5/dynamiq-dither:2.5,mxfp8,mxfp4,thc",
+    methods: Methods = "bf16-psum,dynamiq:5,dynamiq:5/dynamiq-dither:2.5,mxfp8,mxfp4,thc",
     topology: Annotated[str, typer.Option(help="direct, ring or butterfly")] = "direct",
     seeds: Annotated[int, typer.Option(min=2, help="training runs of every row")] = 8,
     steps: Annotated[int, typer.Option(min=2)] = 300,

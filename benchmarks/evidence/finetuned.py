@@ -36,6 +36,7 @@ from training import (
     EIGHT,
     LEARNING_RATES,
     MODELS,
+    Methods,
     Recipe,
     Way,
     adamw,
@@ -258,9 +259,7 @@ class Start(NamedTuple):
 
 def main(
     model: Annotated[str, typer.Option(help=f"one of {', '.join(MODELS)}")] = "micro",
-    methods: Annotated[
-        str, typer.Option(help="bf16-psum, or a method with its wire bits per coordinate")
-    ] = "bf16-psum,dynamiq:5,dynamiq:5/dynamiq-dither:2.5,mxfp8,mxfp4,thc",
+    methods: Methods = "bf16-psum,dynamiq:5,dynamiq:5/dynamiq-dither:2.5,mxfp8,mxfp4,thc",
     topology: Annotated[str, typer.Option(help="direct, ring or butterfly")] = "direct",
     seeds: Annotated[int, typer.Option(min=2, help="training runs of every row")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="of fine-tuning")] = 200,

@@ -534,11 +534,15 @@ def told(row: Row) -> str:
     )
 
 
+Methods = Annotated[
+    str, typer.Option(help="bf16-psum, or a method with its wire bits per coordinate")
+]
+"""The option of all scripts here that train."""
+
+
 def main(
     models: Annotated[str, typer.Option(help=f"some of {', '.join(MODELS)}")] = "tiny",
-    methods: Annotated[
-        str, typer.Option(help="bf16-psum, or a method with its wire bits per coordinate")
-    ] = "bf16-psum,dynamiq:5,dynamiq:4,dynamiq-mse:5,mxfp8",
+    methods: Methods = "bf16-psum,dynamiq:5,dynamiq:4,dynamiq-mse:5,mxfp8",
     topologies: Annotated[str, typer.Option(help="some of direct, ring, butterfly")] = "direct",
     inits: Annotated[str, typer.Option(help=f"some of {', '.join(INITS)}")] = ",".join(INITS),
     workers: Annotated[int, typer.Option(min=2, help="that one device simulates")] = 8,

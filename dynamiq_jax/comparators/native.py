@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     LARGEST,
@@ -45,8 +46,7 @@ def native_sum(
     """The rounded ``x`` of this worker, and the sum over all workers, both f32."""
     if wire == "f32":
         return x, axis.psum(x)
-    # Rounded in f32 already: XLA may drop a cast to bf16 and back, and memory must not.
-    sent = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    sent = rounded_to(jnp.bfloat16, x)
     return sent, axis.psum(sent.astype(jnp.bfloat16)).astype(jnp.float32)
 
 

@@ -18,6 +18,7 @@ from dynamiq_jax.core.compat import (
     varying_axes,
     vmapped,
 )
+from dynamiq_jax.core.rounding import rounded_to
 
 AxisName = str | tuple[str, ...]
 """One mapped axis, or several that count as one; worker indices are in row-major order."""
@@ -195,10 +196,8 @@ class Axis:
         def total(x: Array) -> Array:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 return self.assume_invarying(jnp.sum(x, axis=0, dtype=x.dtype))
-            kind, wide = jnp.finfo(x.dtype), jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-            added = jnp.sum(x.astype(wide), axis=0)
-            # XLA would leave out a rounding that a cast back follows.
-            added = lax.reduce_precision(added, kind.nexp, kind.nmant)
+            wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
+            added = rounded_to(x.dtype, jnp.sum(x.astype(wide), axis=0))
             return self.assume_invarying(added.astype(x.dtype))
 
         return jax.tree.map(total, self.push(tree, to_all=True))

@@ -91,10 +91,11 @@ class HopMethod(TellsLosses):
         advice = self.advice(call.n_workers, call.topology, collective)
         if advice is not None:
             warn(advice)
-        if self.kernels is not None and self.kernels.backend == "jnp" and self.kernels.reason:
+        kernels = self.kernels
+        if kernels is not None and kernels.backend == "jnp" and kernels.reason:
             warn(
                 f"{type(self).__name__} runs kernels that XLA makes, which take longer: "
-                f"{self.kernels.reason}; pass backend='jnp' to choose them without this warning"
+                f"{kernels.reason}; pass backend='jnp' to choose them without this warning"
             )
 
     def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> Shared:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
+from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.methods.base import Call, Outcome, ring_bits
 from dynamiq_jax.methods.hops import HopMethod, Shared
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
@@ -34,9 +35,8 @@ class _Uncompressed(PlainMethod):
         total = call.axis.psum(x.astype(self.wire_dtype))
         if call.divisor != 1:
             total = total.astype(jnp.float32) / call.divisor
-        own, kind = x.astype(jnp.float32), jnp.finfo(self.wire_dtype)
-        # No cast and back, which XLA may drop.
-        lost = own - lax.reduce_precision(own, kind.nexp, kind.nmant)
+        own = x.astype(jnp.float32)
+        lost = own - rounded_to(self.wire_dtype, own)
         return Outcome(total.astype(x.dtype), call.state, lost=lost)
 
     def layout(self, size: int, n_workers: int, topology: Topology) -> ChunkLayout:
@@ -74,8 +74,8 @@ class _Uncompressed(PlainMethod):
         words = jnp.uint16 if self.wire_dtype == jnp.bfloat16 else jnp.uint32
 
         def encode(values, chunk, slot):
-            if self.wire_dtype == jnp.bfloat16:  # or XLA may drop the cast where it is undone
-                values = lax.reduce_precision(values, exponent_bits=8, mantissa_bits=7)
+            if self.wire_dtype == jnp.bfloat16:
+                values = rounded_to(jnp.bfloat16, values)
             return lax.bitcast_convert_type(values.astype(self.wire_dtype), words)
 
         def decode(payload, chunk):

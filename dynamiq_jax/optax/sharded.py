@@ -25,11 +25,11 @@ from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
-from dynamiq_jax.compression.ways import DIFFERENCES
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.meshes import is_explicit, is_outside, mesh_of, resharded
+from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
@@ -230,7 +230,7 @@ def sharded(
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
     # Differences take the limits of the gradients, unless they have their own.
-    gathers = gathers_of(differences, compression, lambda: DIFFERENCES)
+    gathers = gathers_of(differences, compression, copied=True)
     options: dict[str, Any] = {"gathers": gathers, "copied": True, "to": "invarying"}
     total = Reduction(axis, compression, "mean", **options)
     check_key(key, axis)
@@ -492,7 +492,10 @@ class _Leaves(NamedTuple):
         """The largest distance of each leaf's masters from copies that have moved."""
         moved_by, splits = _slices(differences, self.total), self.total.splits
         found = zip(jax.tree.leaves(masters), self.slices, moved_by, exactly, strict=True)
-        gaps = [_rounding(x, copy) if own else _gap(x, copy, u) for x, copy, u, own in found]
+        gaps = [
+            _distance(x, rounded_to(copy.dtype, x) if own else (copy + u).astype(copy.dtype))
+            for x, copy, u, own in found
+        ]
         return [gap if split else 0.0 for gap, split in zip(gaps, splits, strict=True)]
 
     def exact_differences(self, masters: Any) -> list[Array]:
@@ -712,7 +715,7 @@ def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Ar
 
     Before the first update, a master whose rounded value equals its copy is kept: it may have more
     bits. Later the distance of a master from its copy may be ``gap``, plus some units in the last
-    place of the copy, since `optax.apply_updates` may round differently from `_gap`.
+    place of the copy, since `optax.apply_updates` may round differently from `gaps`.
     """
     value = copy.astype(jnp.float32)
     kind = jnp.finfo(copy.dtype)
@@ -722,17 +725,9 @@ def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Ar
     return jnp.where(changed, value, master)
 
 
-def _gap(master: Array, copy: Array, added: Array) -> Array:
-    """The largest distance of a slice's masters from its copies after this update, f32."""
-    after = (copy + added).astype(copy.dtype).astype(jnp.float32)
-    return jnp.max(jnp.abs(master - after), initial=0.0)
-
-
-def _rounding(master: Array, copy: Array) -> Array:
-    """The largest distance of a slice's masters from their values in the copy's dtype, f32."""
-    kind = jnp.finfo(copy.dtype)
-    # No cast and back, which XLA may drop.
-    return jnp.max(jnp.abs(master - lax.reduce_precision(master, kind.nexp, kind.nmant)), initial=0)
+def _distance(master: Array, copy: Array) -> Array:
+    """The largest distance of a slice's masters from its copies, f32."""
+    return jnp.max(jnp.abs(master - copy.astype(jnp.float32)), initial=0.0)
 
 
 def _states(opt_state: Any) -> list[ShardedState]:

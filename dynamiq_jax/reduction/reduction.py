@@ -19,7 +19,7 @@ from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
 from dynamiq_jax.compression.explanation import explain_grouping
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import DIFFERENCES, PARAMETERS
+from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
@@ -263,7 +263,8 @@ class Reduction:
         """Sums terms of whole leaves, by `_kinds`; every device gets its shards of the sums."""
         found, treedef = _named(terms)
         axes, words = self.axis.names, key_words(key)
-        for some, own, split in self._kinds(terms, self._chosen(self.compression, DynamiQ())):
+        compression = _with_method(self.compression, _defaults(self.copied).gradients)
+        for some, own, split in self._kinds(terms, compression):
             route = own.route(axis_sizes(self.axis))
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in split for name in names)
@@ -325,14 +326,7 @@ class Reduction:
 
     def _of_gathers(self) -> Compression:
         assert self.gathers is not None
-        return self._chosen(self.gathers, DIFFERENCES if self.copied else PARAMETERS)
-
-    def _chosen(self, compression: Compression, default: Method) -> Compression:
-        """The compression, by the ``default`` if no method was passed; see `over_links`."""
-        if compression.method is not None:
-            return compression
-        method = default if self.copied else over_links(default)
-        return dataclasses.replace(compression, method=method)
+        return _with_method(self.gathers, _defaults(self.copied).gathers)
 
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
@@ -365,21 +359,29 @@ class Reduction:
             yield part, dataclasses.replace(compression, method=method, exclude=exclude), split
 
 
-def over_links(default: Method) -> Method:
-    """The method of FSDP if none is passed: ``default``, or `BF16` over links as fast as NVLink.
+def _defaults(copied: bool) -> Sharded:
+    """The methods where none is passed: those of sharded updates, or of FSDP."""
+    if copied:
+        return Sharded(DynamiQ(), DIFFERENCES)
+    return fsdp_methods(fast_links=fast_links())
 
-    There a step of 1.1 B parameters takes 51 ms by `BF16` and 55 with compression
-    (docs/performance.md).
-    """
-    return BF16() if fast_links() else default
+
+def _with_method(compression: Compression, default: Method) -> Compression:
+    if compression.method is not None:
+        return compression
+    return dataclasses.replace(compression, method=default)
 
 
 def gathers_of(
     gather: Compression | Method | ByPath | None,
     compression: Compression,
-    default: Callable[[], Method] = lambda: over_links(PARAMETERS),
+    *,
+    copied: bool = False,
 ) -> Compression:
-    """How shards travel. A bare method, or the default, has the limits of the gradients."""
+    """How shards travel. A bare method, or the default, has the limits of the gradients.
+
+    ``copied`` is as for `Reduction`.
+    """
     if isinstance(gather, Compression):
         return gather
 
@@ -387,7 +389,7 @@ def gathers_of(
         if cast(ByPath, compression.method)(path, leaf) is None:
             return None
         if gather is None:
-            return default()
+            return _defaults(copied).gathers
         return gather if isinstance(gather, Method) else gather(path, leaf)
 
     method = method_of if compression.by_path else gather

@@ -29,7 +29,10 @@ def test_triton_is_the_default_where_jax_has_it(monkeypatch):
 
 
 def trained(*backend: str) -> dict:
-    """What ``tests/without_triton.py`` prints, which loses Triton unless a backend is named."""
+    """Runs ``tests/without_triton.py``, and returns the object that it prints.
+
+    It loses Triton unless a backend is named.
+    """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # This process has taken most of the GPU's memory, and XLA's choice of kernels would differ from
     # process to process.
