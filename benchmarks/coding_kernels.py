@@ -49,7 +49,6 @@ from pallas_kernels import (
     choose_backend,
     compress,
     decompress,
-    mosaic,
     resolve_backend,
     statistics,
 )
@@ -134,9 +133,6 @@ def bench_kernels(
         "plan": partial(jax.jit(plan), sqnorm),
         **coding_calls(x, pack_statistics(mean, sqnorm, layout), layout, ran),
     }
-    if ran == "mosaic":
-        kernel = partial(mosaic.statistics, super_group_size=layout.super_group_size)
-        calls["statistics by a kernel"] = partial(jax.jit(kernel), x)
     flying = 1 if jax.default_backend() == "cpu" else 10
     timings = time_calls([*calls.values()], repeats=repeats, in_flight=flying)
     return dict(zip(calls, timings, strict=True))

@@ -583,10 +583,11 @@ def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, fmt):
         _store_item(out_ref, row, total, own)
 
 
-@functools.partial(jax.jit, static_argnames="super_group_size")
-def statistics(x, *, super_group_size: int):
-    """`pallas_kernels.statistics` by a kernel, which is not chosen before GPUs have timed it."""
-    rows, fmt = rows_of(x, super_group_size), WireFormat(super_group_size=super_group_size)
+@functools.partial(jax.jit, static_argnums=1)
+def _statistics(x, super_group_size: int):
+    """See `pallas_kernels.statistics`."""
+    rows, n = rows_of(x, super_group_size), super_group_size
+    fmt = WireFormat(group_size=max(min(32, n), n // WARP), super_group_size=n)
     n_rows = rows.shape[0]
 
     def kernel(*refs):
@@ -637,8 +638,8 @@ class Mosaic:
         return result[...]
 
     def statistics(self, x, super_group_size):
-        """See `pallas_kernels.statistics`, by XLA."""
-        return reference.statistics(x, super_group_size=super_group_size)
+        """See `pallas_kernels.statistics`."""
+        return _statistics(x, super_group_size)
 
     def deal(self, energy, taken, upgrades, shape):
         """See `pallas_kernels.deal`, by XLA."""

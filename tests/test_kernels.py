@@ -23,7 +23,7 @@ from kernel_runs import (
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from pallas_kernels import kernels, mosaic, push, triton
+from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
 from pallas_kernels.format import DEALT, QUAD
@@ -112,8 +112,8 @@ def test_kernels_lower_for_cuda(name, lowering, variants, monkeypatch):
     options = {"lowering": LOWERINGS[lowering]}
     monkeypatch.setattr(pk, "_implementation", lambda *_: (kernels, options))
     calls = programs(layout, fmt, jnp.float32, lowering)
-    if lowering == "triton":  # the other leaves them to XLA
-        calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
+    calls["statistics"] = lambda o, p: pk.statistics(o.x[0])
+    if lowering == "triton":  # the other leaves it to XLA
         calls["deal"] = lambda o, p: dealt(o.mean[None], 2, o.order.shape[1])
     for kernel, program in calls.items():
         if variants != (" " in kernel):
@@ -140,12 +140,12 @@ DTYPES_OF_GRADIENTS = ["float32", "bfloat16", "float16"]
 @pytest.mark.parametrize(
     ("size", "dtype"),
     daily(
-        itertools.product([128, 256, 512, 1024], DTYPES_OF_GRADIENTS),
+        itertools.product([128, 256, 512, 1024, 2048], DTYPES_OF_GRADIENTS),
         [(128, "bfloat16"), (1024, "float16")],
     ),
 )
 def test_statistics_of_mosaic_lower_for_cuda(size, dtype):
-    statistics = partial(mosaic.statistics, super_group_size=size)
+    statistics = partial(Mosaic().statistics, super_group_size=size)
     x = jax.ShapeDtypeStruct((3, SIZE), dtype)
     assert "dynamiq_statistics" in lowered_for_cuda(statistics, x.update(shape=(SIZE,)))
     assert "@mosaic_gpu" in lowered_for_cuda(jax.vmap(statistics), x)

@@ -24,9 +24,12 @@ topology), those of `METHODS`, and
   gathers differences of parameters at 2.5;
 * ``dynamiq:5/dynamiq:8/whole``: FSDP, which gathers the parameters themselves.
 
-Every finished row is added to ``--json`` at once. Commit 4ffd39a has other optimisers and methods.
-The kept rows come from scripts up to commit b5b82c2, which drew other starts and tokens, and kept
-errors of the mean gradients, too.
+Every finished row is added to ``--json`` at once, and ``--resume`` trains the missing ones. Commit
+4ffd39a has other optimisers and methods. The kept rows come from scripts up to commit b5b82c2,
+which drew other starts and tokens, and kept errors of the mean gradients, too.
+
+A GPU spends most of a row of ``mid`` on compiling. Rows and processes share a part of it if
+``XLA_FLAGS`` has ``--xla_gpu_per_fusion_autotune_cache_dir``.
 """
 
 import json
@@ -493,12 +496,10 @@ def invocation() -> dict[str, str]:
     }
 
 
-def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> Row:
-    """A row's settings and figures, beside those of earlier rows of the task, by method."""
-    start, recipe = time.perf_counter(), task.model.recipe
-    found = figures(*run_seeds(task, way, seeds))
-    seconds = round(time.perf_counter() - start, 3)
-    settings = {
+def settings_of(task: Task, way: Way, seeds: int) -> dict[str, Any]:
+    """What a row is: rows of equal settings have equal figures, up to rounding."""
+    recipe = task.model.recipe
+    return {
         "model": task.name, "init": task.model.config.init, "optimiser": "adamw",
         "learning_rate": recipe.learning_rate, "workers": task.workers.number,
         "global_batch": task.global_batch, "worker_batch": recipe.batch_size,
@@ -506,12 +507,20 @@ def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> R
         "platform": jax.default_backend(), "backend": task.workers.backend,
         "method": way.method, "topology": way.topology,
     }  # fmt: skip
+
+
+def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> Row:
+    """A row's settings and figures, beside those of earlier rows of the task, by method."""
+    start = time.perf_counter()
+    found = figures(*run_seeds(task, way, seeds))
+    seconds = round(time.perf_counter() - start, 3)
     known = {way.method: found, **earlier}
     apart = difference(found["validation_loss"], known[EXACT]["validation_loss"])
     summary = {"validation": apart, "top1": points(found["top1"], known[EXACT]["top1"])}
     if BF16 in known:
         summary["top1_of_bf16"] = of_reference(found["top1"], known[BF16]["top1"])
-    row = {"settings": settings, "bits_per_coord": way.bits_per_coord(task.gradients)}
+    row = {"settings": settings_of(task, way, seeds)}
+    row["bits_per_coord"] = way.bits_per_coord(task.gradients)
     row |= {"seconds": seconds, **found, "summary": summary}
     print(told(row), flush=True)
     return row
@@ -562,6 +571,9 @@ def main(
     file: Annotated[Path, typer.Option("--json", help="rows are added here")] = Path(
         "runs/training.json"
     ),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="rows that --json has are not trained again")
+    ] = False,
 ) -> None:
     """Trains models with compressed gradients and compares losses with those of exact ones."""
     known = {"--models": (models, MODELS), "--inits": (inits, INITS)}
@@ -608,6 +620,11 @@ def main(
     for task, ways in runs:
         earlier: dict[str, Row] = {}
         for way in ways:
+            settings = settings_of(task, way, seeds)
+            before = [row for row in kept["rows"] if row["settings"] == settings]
+            if resume and before:
+                earlier[way.method] = before[-1]
+                continue
             row = train_row(task, way, seeds, earlier)
             earlier[way.method] = row
             kept["rows"].append(row | {"invocation": number})

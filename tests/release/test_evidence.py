@@ -55,6 +55,23 @@ def test_runs_are_paired_and_learn(tmp_path):
     assert len(apart) == 3 and 0 < min(map(abs, apart)) and max(map(abs, apart)) < 1
 
 
+def test_missing_rows_alone_are_trained_on_resuming(tmp_path):
+    file = tmp_path / "rows.json"
+    options = ["--models", "micro", "--inits", "unit", "--json", file, "--resume", "--methods"]
+    assert invoke(*options, "bf16-psum", "--steps", 2).exit_code == 0
+    first = json.loads(file.read_text())["rows"]
+    assert [row["settings"]["method"] for row in first] == ["exact", "bf16-psum"]
+    ran = invoke(*options, "bf16-psum,dynamiq:5", "--steps", 2)
+    assert ran.exit_code == 0, ran.output
+    kept = json.loads(file.read_text())["rows"]
+    assert kept[:2] == first and [row["settings"]["method"] for row in kept[2:]] == ["dynamiq:5"]
+    assert kept[2]["summary"]["top1_of_bf16"] is not None
+    apart = np.divide(kept[2]["validation_loss"], first[0]["validation_loss"])
+    assert kept[2]["summary"]["validation"]["percent"] == pytest.approx(100 * (apart.mean() - 1))
+    assert invoke(*options, "bf16-psum", "--steps", 3).exit_code == 0  # other rows
+    assert len(json.loads(file.read_text())["rows"]) == 5
+
+
 def test_a_training_goes_on_with_nine_tenths_of_the_packets(tmp_path):
     """Losses of gradients' packets move the loss, and by less than 0.8%."""
     file = tmp_path / "rows.json"
