@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 
 import copies_worker
 import jax
@@ -16,48 +17,147 @@ from jax.sharding import PartitionSpec as P
 from supervised import Supervised
 from workers import mesh_of
 
-from dynamiq_jax.commands.copies import Copies, Told, newest
+from dynamiq_jax.commands.copies import Copies, Told, newest, session_after
 from dynamiq_jax.commands.slots import VARIABLE, Slots
 
 WORKER = copies_worker.__file__
-EMPTY, NOW, BEFORE = Told(), (2, 0), (1, 5)
+EMPTY, NOW, BEFORE = Told(), 2 * 2**32, 2**32 + 5
 
 
 def host(process, *steps, session=NOW, processes=3, whole=False):
-    """Two slots of a host: copies of these steps, by this process."""
-    told = [Told(step, session, processes, process, whole) for step in steps]
+    """Two slots of a host: copies by this process, of these steps or (step, number)s."""
+    pairs = [step if isinstance(step, tuple) else (step, step) for step in steps]
+    told = [Told(session, n, step, processes, process, whole) for step, n in pairs]
     return [*told, EMPTY, EMPTY][:2]
 
 
+def both(first, second):
+    """Two slots of a host, of which each has one copy."""
+    return [first[0], second[0]]
+
+
 HOSTS = {
-    "all have the same": ([host(0, 7, 8), host(1, 7, 8), host(2, 7, 8)], (8, NOW, 3)),
-    "a write was torn": ([host(0, 7, 8), host(1, 7), host(2, 8, 7)], (8, NOW, 3)),
-    "two writes were torn": ([host(0, 7), host(1, 7, 8), host(2, 7)], (7, NOW, 3)),
-    "one is dead": ([host(0, 8, 9), host(2, 8)], (8, NOW, 3)),
-    "another one is dead": ([host(2, 9, 8), host(1, 9, 8)], (9, NOW, 3)),
-    "one came back empty": ([host(0, 8), host(1, 8), [EMPTY, EMPTY]], (8, NOW, 3)),
+    "all have the same": ([host(0, 7, 8), host(1, 7, 8), host(2, 7, 8)], (NOW, 8)),
+    "a write was torn": ([host(0, 7, 8), host(1, 7), host(2, 8, 7)], (NOW, 8)),
+    "two writes were torn": ([host(0, 7), host(1, 7, 8), host(2, 7)], (NOW, 7)),
+    "one is dead": ([host(0, 8, 9), host(2, 8)], (NOW, 8)),
+    "another one is dead": ([host(2, 9, 8), host(1, 9, 8)], (NOW, 9)),
+    "one came back empty": ([host(0, 8), host(1, 8), [EMPTY, EMPTY]], (NOW, 8)),
     "two in a row are dead": ([host(1, 8, 9)], None),
     "two of four, apart, are dead": (
-        [host(0, 5, processes=4), host(2, 5, processes=4)], (5, NOW, 4)
+        [host(0, 5, processes=4), host(2, 5, processes=4)], (NOW, 5)
     ),
     "two of four in a row are dead": ([host(0, 5, processes=4), host(1, 5, processes=4)], None),
-    "each has all": ([[EMPTY, EMPTY], host(1, 3, 4, whole=True)], (4, NOW, 3)),
+    "each has all": ([[EMPTY, EMPTY], host(1, 3, 4, whole=True)], (NOW, 4)),
     "of another session": (
-        [host(0, 9, session=BEFORE), host(1, 9), host(2, 7), host(0, 7, 9)], (9, NOW, 3)
+        [host(0, 9, session=BEFORE), host(1, 9), host(2, 7), host(0, 7, 9)], (NOW, 9)
     ),
     "steps are not mixed": ([host(0, 9), host(2, 8)], None),
     "sessions are not mixed": ([host(0, 9, session=BEFORE), host(2, 9)], None),
+    "numbers are not mixed": ([host(0, (9, 9)), host(2, (9, 12))], None),
     "nobody has any": ([[EMPTY, EMPTY]] * 3, None),
+    "a process went back": ([host(p, (50, 3), (41, 4)) for p in range(3)], (NOW, 4)),
+    "it came to the same step again": ([host(p, (50, 3), (50, 4)) for p in range(3)], (NOW, 4)),
+    "and was killed while it wrote that": (
+        [host(0, (50, 3), (50, 4)), host(1, (50, 3)), host(2, (50, 3))], (NOW, 3)
+    ),
+    "a start went back": (
+        [both(host(p, 50, session=BEFORE), host(p, (41, 1))) for p in range(3)], (NOW, 1)
+    ),
+    "and its first write was torn": (
+        [both(host(0, 50, session=BEFORE), host(0, (41, 1))),
+         *(host(p, 50, session=BEFORE) for p in (1, 2))], (BEFORE, 50)
+    ),
+    "a host has come back with a higher step": (
+        [host(0, 9, 8, session=BEFORE, whole=True),
+         *(host(p, (7, 1), (8, 2), processes=2) for p in (0, 1))], (NOW, 2)
+    ),
+    "of version 0.4, without numbers": ([host(p, (7, 0), (8, 0)) for p in range(3)], (NOW, 8)),
 }  # fmt: skip
-"""{name: (what hosts tell, the copy that counts)}; host p has shards of p and of p - 1."""
+"""{name: (what hosts tell, the copy that counts: its session, and its number or step)}.
+
+Host p has shards of p and of p - 1."""
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_the_newest_copy_of_which_hosts_have_everything_counts(name):
+def test_the_last_copy_of_which_hosts_have_everything_counts(name):
     told, expected = HOSTS[name]
     found = newest(told)
-    assert (found and found[:3]) == expected
+    assert (found and (found.session, found.number or found.step)) == expected
     assert newest(told[::-1]) == found
+
+
+class History:
+    """Hosts whose slots have copies of a training that is killed, goes back, and loses hosts.
+
+    A copy in a slot is (what its host tells, the moment at which the run saved it).
+    """
+
+    def __init__(self, seed):
+        self.rng = np.random.default_rng(seed)
+        self.n = int(self.rng.integers(2, 5))
+        self.slots = [[(EMPTY, 0), (EMPTY, 0)] for _ in range(self.n)]
+        self.clocks = self.rng.integers(0, 20, self.n).tolist()  # nobody has set them
+        self.moment = self.latest = self.step = 0
+
+    def start(self):
+        """Some hosts meet; returns what each of them has, and the copy from which they go on.
+
+        One of them has a part of the latest copy, as it is with a majority.
+        """
+        know = [i for i in range(self.n) if any(m == self.latest for _, m in self.slots[i])]
+        self.here = sorted(
+            {*np.flatnonzero(self.rng.random(self.n) < 0.7).tolist(), *(know or [0])[:1]}
+        )
+        self.clocks = [clock + int(self.rng.integers(-1, 3)) for clock in self.clocks]
+        has = [list(self.slots[i]) for i in self.here]
+        told = [[slot for slot, _ in host] for host in has]
+        clocks = [self.clocks[i] for i in self.here]
+        self.session, best = session_after(told, clocks), newest(told)
+        self.next = [next((1 - k for k in (0, 1) if host[k].copy == best), 0) for host in told]
+        return has, best
+
+    def save(self, number, torn=False):
+        """All write. Of a torn copy some hosts have all, others nothing, others the one before."""
+        self.moment += 1
+        self.step += 1
+        n, whole = len(self.here), bool(self.rng.random() < 0.2)
+        for process, i in enumerate(self.here):
+            state = int(self.rng.integers(3)) if torn else 0
+            told = Told(self.session, number, self.step, n, process, whole)
+            if state < 2:
+                self.slots[i][self.next[process]] = (EMPTY, 0) if state else (told, self.moment)
+                self.next[process] = 1 - self.next[process]
+                self.latest = self.latest if state else self.moment
+
+
+def goes_back_at_random(seed):
+    run, kept = History(seed), None
+    for _ in range(12):
+        has, best = run.start()
+        if run.latest and all(m < run.latest for host in has for _, m in host):
+            return  # whoever knew of the last start is gone: only clocks tell
+        moments = {m for host in has for slot, m in host if best and slot.copy == best}
+        assert len(moments) == (best is not None)  # all parts are of one moment
+        moment = max(moments, default=0)
+        assert newest([[slot for slot, m in host if m > moment] for host in has]) is None
+        if kept and set(run.here) >= kept[0]:
+            assert moment >= kept[1]  # what all had written is there, or what came after it
+        run.step = int(run.rng.integers(0, best.step + 1)) if best else 0
+        count = int(run.rng.integers(0, 4))
+        for number in range(count):
+            run.save(number + 1)
+        kept = (set(run.here), run.moment) if count else None
+        if run.rng.random() < 0.5:
+            run.save(count + 1, torn=True)
+        if run.rng.random() < 0.2:
+            run.slots[int(run.rng.integers(run.n))] = [(EMPTY, 0), (EMPTY, 0)]
+            kept = None
+
+
+def test_a_training_that_goes_back_never_goes_on_from_what_it_has_left():
+    for seed in range(200):
+        goes_back_at_random(seed)
 
 
 # --- Slots ----------------------------------------------------------------------------------------
@@ -144,6 +244,27 @@ def test_a_process_finds_what_another_one_has_saved(monkeypatch):
     monkeypatch.delenv(VARIABLE)
     assert Copies().save(1, tree) == 0  # without a supervisor nothing is kept
     assert Copies().restore(tree) is None
+
+
+@pytest.mark.parametrize("starts_anew", [False, True])
+def test_a_training_goes_back_to_an_older_step(monkeypatch, starts_anew):
+    """It has found out that its newest state is bad, in a process or in the next one."""
+    clock = iter(range(2**40, 0, -1))  # of another host each time, which is always behind
+    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    with Slots.made() as slots:
+        monkeypatch.setenv(VARIABLE, slots.environment[VARIABLE])
+        copies = Copies()
+        for step in (100, 150):
+            copies.save(step, np.float32(step))
+        assert Copies().restore(np.float32(0)).step == 150
+        if starts_anew:
+            copies = Copies()
+            assert copies.restore(np.float32(0)).step == 150
+        copies.save(101, np.float32(-1))
+        assert Copies().restore(np.float32(0))[:2] == (101, -1)
+        Copies().save(102, np.float32(-2))  # without a look at what there was
+        assert Copies().restore(np.float32(0))[:2] == (102, -2)
+        assert sorted(kept.header["step"] for kept in slots.kept()) == [101, 102]
 
 
 # --- Hosts ----------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ Block = tuple[int, tuple[tuple[int, int], ...]]
 
 PIECE = 2**28
 """Bytes that a device holds at most while hosts send each other what they lack."""
-FIELDS = 6
+FIELDS = 7
 """How many numbers tell of one slot."""
 
 
@@ -44,17 +44,24 @@ class Copy(NamedTuple, Generic[Tree]):
 
 
 class Told(NamedTuple):
-    """A host's report about one of its slots."""
+    """A host's report about one of its slots. Of two copies the greater one was saved later."""
 
+    session: int = 0
+    """The start whose processes wrote it, as `session_after` numbers it."""
+    number: int = 0
+    """How many copies these processes had saved, this one included; 0 in copies of version 0.4."""
     step: int = 0
-    session: tuple[int, int] = (0, 0)
-    """When the processes that wrote it began: two uint32 words, the high one first."""
     processes: int = 0
     """How many there were; 0: the slot has no copy."""
     process: int = 0
     """Which of them wrote it."""
     whole: bool = False
     """Whether it has all of the state, and not only two hosts' shards of it."""
+
+    @property
+    def copy(self) -> "Told":
+        """What all hosts tell alike of a copy."""
+        return self._replace(process=0, whole=False)
 
 
 class Copies:
@@ -78,7 +85,8 @@ class Copies:
 
     def __init__(self) -> None:
         self._slots = Slots.inherited()
-        self._session: tuple[int, int] | None = None
+        self._session: int | None = None
+        self._number = 0  # how many copies have been saved
 
     def save(self, step: int, state: Any, note: Any = None) -> int:
         """Keeps a copy of the state, in place of the one before the last.
@@ -107,6 +115,7 @@ class Copies:
             return 0
         if self._session is None:
             self._meet()
+        self._number += 1
         paths, _ = jax.tree.flatten_with_path(_plain(state))
         leaves = [leaf for _, leaf in paths]
         for path, leaf in paths:
@@ -120,8 +129,8 @@ class Copies:
         for number, arrived in _pass_on({i: leaves[i] for i in moving}):
             blocks |= _blocks(number, arrived, me, leaves[number], before)
         header = {
-            "step": step, "session": self._session, "processes": n, "process": me,
-            "whole": not moving, "note": note,
+            "step": step, "session": divmod(self._session, 2**32), "number": self._number,
+            "processes": n, "process": me, "whole": not moving, "note": note,
             "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name]
                        for path, leaf in paths],
             "keys": {_name(path): str(jax.random.key_impl(leaf))
@@ -132,9 +141,10 @@ class Copies:
         return sum(data.size for data in blocks.values())
 
     def restore(self, state: Tree) -> Copy[Tree] | None:
-        """Returns the newest copy of which all hosts together have every part.
+        """Returns the copy that was saved last, of those that all hosts together have whole.
 
-        It may be one of another number of hosts. A leaf whose shape depends on that number comes
+        A training may go back to an older step: what it saves from then on counts, and a copy with
+        a higher step from before no longer does. So it is in later starts, too. The copy may be of another number of hosts. A leaf whose shape depends on that number comes
         back with the old shape; `dynamiq_jax.optax.restore_state` then starts what each worker had
         of its own anew.
 
@@ -150,25 +160,30 @@ class Copies:
         """
         if self._slots is None:
             return None
-        kept = self._slots.kept()
-        told = self._meet()
-        best = newest(told)
+        best, mine, lacking = self._meet()
         if best is None:
             return None
-        mine = next((k for k in kept if _told(_words([k]))[:3] == best[:3]), None)
-        if mine:
-            self._slots.keep(mine)  # the next copy does not go over it
-        header, blocks = self._gather(mine, _lacking(told, best))
+        header, blocks = self._gather(mine, lacking)
         return _placed(header, blocks, state)
 
-    def _meet(self) -> list[list[Told]]:
-        """Asks all hosts for their slots. All copies from now on have the same session."""
+    def _meet(self) -> tuple[Told | None, Kept | None, bool]:
+        """Begins a session: all copies from now on are later than those of which hosts tell.
+
+        Returns:
+          The copy that counts, if there is one; what this host has of it, over which the next copy
+          does not go; and whether some host lacks a part.
+        """
         assert self._slots is not None
-        kept, now = self._slots.kept(), time.time_ns()
-        words = [*_words(kept[:1]), *_words(kept[1:]), now >> 32, now & 0xFFFFFFFF]
+        kept = self._slots.kept()
+        words = [*_words(kept[:1]), *_words(kept[1:]), *divmod(time.time_ns(), 2**32)]
         rows = _exchange(np.array(words, np.uint32)).tolist()
-        self._session = rows[0][-2], rows[0][-1]
-        return [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
+        told = [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
+        self._session = session_after(told, [high * 2**32 + low for *_, high, low in rows])
+        best = newest(told)
+        mine = next((k for k in kept if _told(_words([k])).copy == best), None)
+        if mine:
+            self._slots.keep(mine)
+        return best, mine, best is not None and _lacking(told, best)
 
     def _gather(self, mine: Kept | None, lacking: bool) -> tuple[Any, dict[Block, np.ndarray]]:
         """The header and all blocks of a copy, of which this host has ``mine``."""
@@ -186,28 +201,38 @@ class Copies:
         return shared, own | _sent(headers, own)
 
 
-def newest(told: Sequence[Sequence[Told]]) -> Told | None:
-    """Returns the newest copy of which hosts have every process's shards; `None` without one.
+def session_after(told: Sequence[Sequence[Told]], clocks: Sequence[int]) -> int:
+    """Returns a session later than all of which hosts have a copy, whatever their clocks say.
 
-    A host's copy has the shards of the process that wrote it, and of the one before that. The
-    newest copy is that of the highest step, and among these that of the last session. Copies of
-    different sessions or steps do not make up one.
+    Args:
+      told: what each host tells of its slots.
+      clocks: each host's time in nanoseconds; they may differ, and go back.
+    """
+    return max(*clocks, *(slot.session + 1 for host in told for slot in host))
+
+
+def newest(told: Sequence[Sequence[Told]]) -> Told | None:
+    """Returns the last copy of which hosts have every process's shards; `None` without one.
+
+    A host's copy has the shards of the process that wrote it, and of the one before that. Copies
+    are in the order in which the run saved them: by session, and within a session by number. Their
+    steps say nothing, since a training may go back. Shards of different copies do not make up one,
+    even if their steps are the same.
 
     Args:
       told: what each host tells of its slots.
     """
     owners: dict[Told, set[int]] = {}
     for slot in (slot for host in told for slot in host if slot.processes):
-        copy = slot._replace(process=0, whole=False)
         held = range(slot.processes) if slot.whole else (slot.process, slot.process - 1)
-        owners.setdefault(copy, set()).update(p % slot.processes for p in held)
+        owners.setdefault(slot.copy, set()).update(p % slot.processes for p in held)
     complete = [copy for copy, held in owners.items() if len(held) == copy.processes]
     return max(complete, default=None)
 
 
 def _lacking(told: Sequence[Sequence[Told]], best: Told) -> bool:
     """Whether a host lacks a part of a copy."""
-    return not all(any(slot[:3] == best[:3] and slot.whole for slot in host) for host in told)
+    return not all(any(slot.copy == best and slot.whole for slot in host) for host in told)
 
 
 def _words(kept: Sequence[Kept]) -> list[int]:
@@ -215,13 +240,13 @@ def _words(kept: Sequence[Kept]) -> list[int]:
     if not kept:
         return [0] * FIELDS
     header = kept[0].header
-    fields = header["step"], *header["session"], header["processes"], header["process"]
-    return [*fields, int(header["whole"])]
+    names = "step", "processes", "process", "whole"
+    return [*header["session"], header.get("number", 0), *(int(header[name]) for name in names)]
 
 
 def _told(words: Sequence[int]) -> Told:
-    step, high, low, processes, process, whole = words
-    return Told(step, (high, low), processes, process, bool(whole))
+    high, low, number, step, processes, process, whole = words
+    return Told(high * 2**32 + low, number, step, processes, process, bool(whole))
 
 
 # --- Leaves and their blocks ----------------------------------------------------------------------
