@@ -117,13 +117,25 @@ def by_terms(x):
     return lambda: jax.jit(lambda x: total(params, x))
 
 
-@pytest.mark.parametrize("way", ["map", "terms"])
+def by_gradients(x):
+    """The same sum by one function of gradients, which keeps its own program."""
+    grad_fn = dq.value_and_grad(lambda params, x: 2 * jnp.mean(x @ params), axis_name="data")
+    params = np.zeros(x.shape[1], np.float32)
+    return lambda: jax.jit(lambda x: grad_fn(jnp.asarray(params), x)[1])
+
+
+SUMS = {"map": (15, lambda x: lambda: over(auto_mesh(2), x)[1]), "terms": (13, by_terms),
+        "gradients": (11, by_gradients)}  # fmt: skip
+"""{name: (the size in 2**14, which no other test has traced; x -> () -> a new `jax.jit`)}"""
+
+
+@pytest.mark.parametrize("way", SUMS)
 def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
     """They do not take what was traced of the same shapes while a mesh of devices was set."""
-    x, mesh = gradient(5, 2, (13 + 2 * (way == "map")) * 2**14), auto_mesh(2)
-    exact = np.asarray(x).sum(0)
+    size, sums = SUMS[way]
+    x, mesh = gradient(5, 2, size * 2**14), auto_mesh(2)
+    exact, fresh = np.asarray(x).sum(0), sums(x)
     own, _ = over(mesh, x)
-    fresh = (lambda: over(mesh, x)[1]) if way == "map" else by_terms(x)
     with jax.set_mesh(mesh):
         assert off(np.asarray(fresh()(own)) / 1000, exact) < 0.2
     abstract = mesh.abstract_mesh
@@ -134,6 +146,18 @@ def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
     with jax.set_mesh(mesh):
         assert off(np.asarray(jax.jit(exported.call)(own)), exact) < 0.2
         assert off(np.asarray(fresh()(own)) / 1000, exact) < 0.2
+
+
+def test_gradients_push_after_a_trace_for_an_abstract_mesh(nvlink):
+    """Of one function of gradients, which does not take that trace for devices that are known."""
+    x, mesh = gradient(5, 2, 10 * 2**14), auto_mesh(2)
+    exact, fresh = np.asarray(x).sum(0), by_gradients(x)
+    abstract = mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
+        sharding = jax.NamedSharding(abstract, P("data"))
+        fresh().trace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
+    with jax.set_mesh(mesh):
+        assert off(np.asarray(fresh()(over(mesh, x)[0])) / 1000, exact) < 0.2
 
 
 def test_programs_that_push_take_arrays_on_several_meshes(nvlink):

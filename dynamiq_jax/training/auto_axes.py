@@ -18,6 +18,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.constraints import REMEDY, Recorded, record
+from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
@@ -81,6 +82,8 @@ class _Known(NamedTuple):
     """How every array among the other arguments is split."""
     folded: tuple[bool, ...]
     """Which of these are keys into which workers fold their numbers."""
+    asks: bool
+    """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -155,7 +158,7 @@ class AutoGrad:
                     "every worker would keep whole gradients; leave reduce=False out, or replicate "
                     "the parameters over these axes"
                 )
-        known = _Known(told, placed, split, folded)
+        known = _Known(told, placed, split, folded, knows_devices())
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
 
     def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: _Known) -> Any:
