@@ -190,6 +190,55 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
     assert dq.optax.all_reduce("data").init(params).memory is None
 
 
+def outside(mesh, specs):
+    """What a step outside of maps needs: parameters, a batch, and ``step((params, state), x)``."""
+    rng = np.random.default_rng(0)
+    shapes = {"up": (32, 64), "down": (64, 32)}
+    params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    explicit = mesh.axis_types[0] == AxisType.Explicit
+    placed = {"out_sharding": P("data", None)} if explicit else {}
+    loss = lambda p, x: jnp.mean(
+        jnp.einsum("bh,ho->bo", jnp.tanh(x @ p["up"]), p["down"], **placed)
+    )
+    grad_fn = dq.value_and_grad(
+        loss, mesh=mesh, axis_name="data", compression=SCALED, reduce=False,
+        specs=None if explicit else specs,
+    )  # fmt: skip
+    optimizer = dq.optax.all_reduce("data", compression=SCALED, op="sum")
+
+    def step(carry, x):
+        params, state = carry
+        updates, state = optimizer.update(grad_fn(params, x)[1], state)
+        return (optax.apply_updates(params, updates), state), None
+
+    x = rng.standard_normal((2, 16, 32), np.float32)
+    return optimizer, put(params, mesh, specs), put(x, mesh, P(None, "data")), step
+
+
+@pytest.mark.parametrize("way", ["dq.optax.init", "optimizer.init"])
+def test_a_scan_outside_of_maps_carries_a_memory_from_its_first_type_on(way):
+    mesh = mesh_of(4, 2, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        optimizer, params, x, step = outside(mesh, P())
+        dq_way = way == "dq.optax.init"
+        state = dq.optax.init(optimizer, params, mesh) if dq_way else optimizer.init(params)
+        kept = jax.tree.leaves(state.memory)[0]
+        assert kept.addressable_shards[0].data.shape == (1, *kept.shape[1:])
+        after, _ = jax.eval_shape(lambda *carry: jax.lax.scan(step, carry, x), params, state)
+    assert jax.tree.map(jnp.shape, after[1]) == jax.tree.map(jnp.shape, state)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_memory_of_leaves_that_other_axes_split_is_refused_outside_of_maps(kind):
+    mesh = mesh_of(4, 2, kind=kind)
+    with jax.set_mesh(mesh):
+        specs = {"up": P(None, "model"), "down": P("model", None)}
+        optimizer, params, x, step = outside(mesh, specs)
+        state = dq.optax.init(optimizer, params, mesh)
+        with pytest.raises(ValueError, match=r"memory of whole leaves.*dq.reduce\(grads, 'data'"):
+            jax.eval_shape(step, (params, state), x[0])
+
+
 @jax.tree_util.register_pytree_with_keys_class
 class Alike(tuple):
     """A node whose children have keys that read alike."""

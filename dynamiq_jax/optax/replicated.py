@@ -7,17 +7,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
+from dynamiq_jax.core.meshes import is_outside, mesh_of, resharded
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.all_reduce import reducer_for
 from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.worker_gradients import WorkerGradients
+from dynamiq_jax.tree.placement import axes_above_one, axes_of
 
 
 class AllReduceState(NamedTuple):
@@ -57,7 +61,12 @@ def all_reduce(
 
     Returns:
       A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a
-      new `AllReduceState`. It ignores ``params``.
+      new `AllReduceState`. It ignores ``params``. Outside of maps it takes the gradients of
+      `dynamiq_jax.value_and_grad` (``reduce=False``), with ``op="sum"``.
+
+    Raises:
+      ValueError: an argument is invalid; a wrapper of optax around this transformation uses each
+        worker's own gradients; or, outside of maps, other axes split leaves of the memory.
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
 
@@ -87,7 +96,12 @@ def all_reduce(
             found = run(updates, folded, memory.own(), metrics=metrics)
             memory = memory.after(found.state)
         else:  # outside of maps a reduction takes the states of all workers
-            found = run(updates, folded, memory.value, metrics=metrics)
+            try:
+                found = run(updates, folded, memory.value, metrics=metrics)
+            except ValueError as error:
+                if "state has leaves" in str(error):
+                    _check_whole(axis, updates)
+                raise
             memory = dataclasses.replace(memory, value=found.state)
         return found.tree, AllReduceState(state.step + 1, memory, found.metrics)
 
@@ -106,4 +120,25 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
         return None
     known_sizes(axis, f"method={compression.method!r}")
     memory = PerWorker(first(), axis.name)
-    return memory.after(memory.value) if inside else memory
+    if inside:
+        return memory.after(memory.value)
+    if not is_outside(axis, params):
+        return memory
+    mesh, spec = mesh_of(params), PartitionSpec(axis.name)
+    return jax.tree.map(lambda x: resharded(x, mesh, spec), memory)  # as `update` returns it
+
+
+def _check_whole(axis: Axis, tree: Any) -> None:
+    """Refuses gradients of which devices along other axes have parts."""
+    if isinstance(tree, WorkerGradients):
+        mesh, specs = tree.mesh, tree.specs
+    else:
+        shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
+        mesh, specs = mesh_of(tree), [PartitionSpec(*own.spec.partitions) for own in shardings]
+    split = {name for spec in specs for name in axes_above_one(axes_of(spec), mesh.shape)}
+    if others := sorted(split - {*axis.names}):
+        raise ValueError(
+            f"dq.optax.all_reduce has a memory of whole leaves, and axes {others} split gradients; "
+            f"call dq.reduce(grads, {axis.name!r}, op='sum', state=state) in its place, with the "
+            "state of Compression.init_state(params, n_workers, stacked=True, mesh=..., specs=...)"
+        )
