@@ -635,10 +635,11 @@ def test_a_loop_whose_types_differ_without_a_map_is_refused_by_jax():
     params, batch = arrays()
 
     def own(params, batch):
-        return lax.fori_loop(0, 1, lambda _, x: x + loss(params, batch), jnp.zeros((), jnp.int8))
+        return lax.fori_loop(0, 1, lambda *_: loss(params, batch), jnp.zeros((), jnp.int8))
 
-    with pytest.raises(TypeError, match="equal types"):
+    with pytest.raises(TypeError, match="equal types") as refused:
         jax.eval_shape(ours(own), params, batch)
+    assert "Traced outside of it, it raises TypeError" in "".join(refused.value.__notes__)
 
 
 @pytest.mark.parametrize("constrained", [False, True])

@@ -29,7 +29,7 @@ def windows(inner):
     return optax.MultiSteps(inner, 2).gradient_transformation()
 
 
-def every_other(step):
+def every_other(step, **_):
     return step % 2 == 0
 
 
