@@ -301,6 +301,30 @@ def test_a_state_of_model_shards(kind):
     assert float(vnmse(mean, plain)) < first / 10  # what was left out came later
 
 
+WRONG_STATES = {
+    "of leaves that JAX sums": ("", True, r"JAX itself has summed .*bias.*Exclude them"),
+    "of one worker": ("bias|scale", False, r"those of one worker, .*stacked=True\) gives"),
+    "of other leaves": ("bias|scale|up", True, r"keeps \[\(\d.* for \d workers; pass what"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_STATES)
+@pytest.mark.parametrize("layout", [DATA, LAYOUTS["tensor parallel"]], ids=["data", "model"])
+@pytest.mark.filterwarnings("ignore:JAX sums gradients of")
+def test_on_explicit_axes_a_state_of_other_leaves_or_of_one_worker_is_refused(layout, name):
+    """On Auto axes `test_error_feedback` has them."""
+    excluded, stacked, words = WRONG_STATES[name]
+    feedback = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
+    placing = {"mesh": layout.make("explicit"), "specs": layout.specs}
+    args, n = layout.placed("explicit"), layout.sizes[0]
+    given = small(feedback, exclude=excluded or None)
+    state = given.init_state(args[0], n, stacked=stacked, **placing)
+    used = small(feedback, exclude=excluded.removesuffix("|up") or None)
+    f = layout.ours("explicit", compression=used)
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(f, *args, state=state)
+
+
 def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
     layout, sizes, split = LAYOUTS["fsdp"], Counter(), 2 * 16 * 64
     hlo = jax.jit(layout.ours()).lower(*layout.placed()).compile().as_text()

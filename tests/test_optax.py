@@ -67,7 +67,7 @@ def test_multi_steps_of_optax_go_after_the_reduction_and_are_refused_around_it()
     params, state = train(optax.chain(REDUCED, every(2, SGD)), 4)
     assert_close(params, optax_steps.plain(every(2, SGD), loss_fn, *problem(4)))
     assert int(state[0].step) == 4
-    with pytest.raises((TypeError, ValueError), match="acc_grads"):
+    with pytest.raises(ValueError, match="MultiSteps is around dq.optax.all_reduce"):
         train(every(2, optax.chain(REDUCED, SGD)), 1)
 
 
@@ -76,13 +76,13 @@ def careful(optimizer):
 
 
 def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
-    """In the wrong order every worker would decide by its own gradient, which does not compile."""
+    """In the wrong order every worker would decide by its own gradient."""
     optimizer = optax.chain(REDUCED, careful(SGD))
     before, _ = train(optimizer, 1)
     skipped, (_, state) = train(optimizer, 2, poisoned=1)
     assert_same_bits(skipped, before)
     assert (int(state.notfinite_count), int(state.total_notfinite)) == (1, 1)
-    with pytest.raises(TypeError, match="cond"):
+    with pytest.raises(ValueError, match="apply_if_finite is around dq.optax.all_reduce"):
         train(careful(optax.chain(REDUCED, SGD)), 1)
 
 

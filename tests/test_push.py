@@ -96,11 +96,44 @@ def test_programs_for_devices_that_are_not_known_do_not_push(nvlink):
     exported = jax.export.export(over(mesh, x, mesh)[1])(shapes)
     reverse = Mesh(np.array(jax.devices())[[1, 0]], ("data",))
     assert off(np.asarray(jax.jit(exported.call)(over(reverse, x)[0])), exact) < 0.2
-    # Nor does a part that JAX has traced before a mesh was set.
-    run = over(mesh, x)[1]
+    # Nor does what JAX has traced before a mesh of devices was set.
+    run, abstract = over(mesh, x)[1], mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
+        run.trace(shapes.update(sharding=jax.NamedSharding(abstract, P("data"))))
     for around in (mesh, reverse):
         with jax.set_mesh(around):
             assert off(np.asarray(run(over(around, x)[0])), exact) < 0.2
+
+
+def by_terms(x):
+    """The same sum by gradients of workers, which are summed outside of a map."""
+    params = jnp.zeros(x.shape[1])
+    loss = lambda params, x: jnp.sum(params * x[0]) * 2  # a mean of two workers' losses
+
+    def total(params, x):
+        grad_fn = dq.value_and_grad(loss, axis_name="data", reduce=False)
+        return dq.psum(grad_fn(params, x)[1], "data")
+
+    return lambda: jax.jit(lambda x: total(params, x))
+
+
+@pytest.mark.parametrize("way", ["map", "terms"])
+def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
+    """They do not take what was traced of the same shapes while a mesh of devices was set."""
+    x, mesh = gradient(5, 2, (13 + 2 * (way == "map")) * 2**14), auto_mesh(2)
+    exact = np.asarray(x).sum(0)
+    own, _ = over(mesh, x)
+    fresh = (lambda: over(mesh, x)[1]) if way == "map" else by_terms(x)
+    with jax.set_mesh(mesh):
+        assert off(np.asarray(fresh()(own)) / 1000, exact) < 0.2
+    abstract = mesh.abstract_mesh
+    with jax.sharding.use_abstract_mesh(abstract):
+        sharding = jax.NamedSharding(abstract, P("data"))
+        shapes = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        exported = jax.export.export(fresh())(shapes)
+    with jax.set_mesh(mesh):
+        assert off(np.asarray(jax.jit(exported.call)(own)), exact) < 0.2
+        assert off(np.asarray(fresh()(own)) / 1000, exact) < 0.2
 
 
 def test_programs_that_push_take_arrays_on_several_meshes(nvlink):

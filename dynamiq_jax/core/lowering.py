@@ -41,6 +41,18 @@ def by_device_order(ordered: Callable[..., Any], otherwise: Callable[..., Any], 
     return jax.tree.unflatten(jax.tree.structure(shapes), chosen.bind(*leaves, **programs))
 
 
+def knows_devices() -> bool:
+    """Whether a program that is traced now may ask for its devices: a key for `jax.jit`.
+
+    JAX reuses the trace of an inner `jax.jit` for all meshes that differ only in devices, also for
+    an `AbstractMesh`, which has none, and for which JAX refuses a program that asks for them.
+    """
+    try:
+        return is_mesh_set()
+    except (ImportError, RuntimeError):  # as in `by_device_order`
+        return False
+
+
 def in_order(devices: np.ndarray) -> bool:
     """Whether a mesh's array has the devices 0, 1, ... in row-major order."""
     return [device.id for device in devices.flat] == list(range(devices.size))

@@ -1,5 +1,6 @@
 """All-reduces as gradient transformations: every worker has the whole optimizer."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
+from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.all_reduce import reducer_for
 from dynamiq_jax.reduction.reduction import Reduction
 
@@ -60,6 +62,7 @@ def all_reduce(
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
 
     def init(params) -> Any:
+        check_wrappers(axis, params, "all_reduce")
         memory = first_memory(params, axis, compression)
         shapes = dict.fromkeys(Metrics._fields, ()) | {"widths": (17,)}
         zeros = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
@@ -74,12 +77,18 @@ def all_reduce(
                 "add up the gradients of a window in a scan and call update once, and for another "
                 "method in a step call the update of another all_reduce"
             )
+        check_wrappers(axis, updates, "all_reduce")
         memory = state.memory
         folded = None if key is None else jax.random.fold_in(key, state.step)
-        before = None if memory is None else memory.own()
         run = reducer_for(Reduction(axis, compression, op), updates)
-        found = run(updates, folded, before, metrics=metrics)
-        memory = None if memory is None else memory.after(found.state)
+        if memory is None:
+            found = run(updates, folded, metrics=metrics)
+        elif axis.mapped:
+            found = run(updates, folded, memory.own(), metrics=metrics)
+            memory = memory.after(found.state)
+        else:  # outside of maps a reduction takes the states of all workers
+            found = run(updates, folded, memory.value, metrics=metrics)
+            memory = dataclasses.replace(memory, value=found.state)
         return found.tree, AllReduceState(state.step + 1, memory, found.metrics)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -35,6 +35,7 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
+from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.pending import Pending, own_slice
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
@@ -225,7 +226,8 @@ def sharded(
     Raises:
       ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; ``inner``
         mixes coordinates or depends on their position; a method has memory; gradients are unreduced
-        over other axes; or the call is outside of maps on a mesh that is not Explicit.
+        over other axes; the call is outside of maps on a mesh that is not Explicit; or a wrapper
+        of optax around this transformation uses each worker's own gradients.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
@@ -238,6 +240,7 @@ def sharded(
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
 
     def init(params) -> Any:
+        check_wrappers(axis, params, "sharded")
         return _Start(inner, total, specs, deferred)(params)
 
     def update(updates, state, params=None, **extra) -> Any:
@@ -246,6 +249,7 @@ def sharded(
                 "sharded needs the parameters, which are the copy that it keeps close to its "
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
+        check_wrappers(axis, (updates, params), "sharded")
         step = _Update(inner, total, max_norm, key, check_every)
         if axis.mapped:
             moved = [True] * len(jax.tree.leaves(updates))
@@ -509,6 +513,8 @@ class _Leaves(NamedTuple):
     def on_other_axes(self, gaps: list[Any]) -> Array:
         """The distances as f32[L]: the largest ones over other axes, which also split leaves."""
         axis = self.total.axis
+        if not gaps:  # an optimizer for a part of the parameters may get none of them
+            return axis.to_varying(jnp.zeros(0, jnp.float32))
         far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, gaps))))
         if names := tuple(sorted(self.sizes.keys() - {*axis.names})):
             others = Axis(names)

@@ -79,7 +79,7 @@ def exact_of(axis: Axis, op: Op) -> Callable:
     return axis.pmean if op == "mean" else axis.psum
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "sent"))
+@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "sent", "asks"))
 def reduce_leaves(
     values: dict[int, Array],
     key: Array | None,
@@ -89,11 +89,13 @@ def reduce_leaves(
     axis: Axis,
     op: Op,
     sent: tuple[float, float] | None,
+    asks: bool,
 ) -> tuple[dict[int, Array], list[State], Metrics | None]:
     """Reduces one device's leaves, ``values`` by `Leaf.index`; ``states`` are those of the buckets.
 
     Returns the sums or means, the next states, and the metrics if ``sent`` has the bits per
-    coordinate and the bytes that a worker sends.
+    coordinate and the bytes that a worker sends. ``asks`` is whether the program may ask for its
+    devices (`core.lowering.knows_devices`).
     """
     exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
     known: list[BucketMetrics] = []
@@ -118,7 +120,8 @@ def reduce_leaves(
             method = route.runner.of_bucket(bucket)
             # Several large buckets overlap with each other, but not beside a push kernel.
             fits = pushes and route.pushed is not None and nbytes <= route.pushed[1]
-            way = _Way(axis, method, route.flat, divisor, metrics, route.push if fits else None)
+            push = route.push if fits else None
+            way = _Way(axis, method, route.flat, divisor, metrics, push, asks)
             x = concatenate(bucket, values)
             constants = lax.stop_gradient((x, seeds[number], after[number]))
             total, (after[number], facts) = run(*constants, way=way)
@@ -141,6 +144,8 @@ class _Way(NamedTuple):
     metrics: bool
     push: Topology | None = None
     """The topology for push kernels, if these are faster."""
+    asks: bool = False
+    """Whether the program may ask for its devices; a trace that does not is another one."""
 
 
 # A function of its own in the program: buckets of the same size are traced and lowered once.

@@ -24,6 +24,7 @@ from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.links import fast_links
+from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
@@ -239,7 +240,7 @@ class Reduction:
             traffic = explain_grouping(grouping, routes)
             sent = traffic.bits_per_coord, traffic.wire_bytes
         ways = {"grouping": grouping, "axis": axis, "op": op, "sent": sent}
-        run = functools.partial(axis.program(reduce_leaves), **ways)
+        run = functools.partial(axis.program(reduce_leaves), **ways, asks=knows_devices())
         if grouping.buckets and around.open:
             opened = told_specs(tree, self.specs, around, grouping)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)

@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import axes_above_one, constrained
@@ -71,20 +72,26 @@ def reduce_terms(
             f"terms are summed outside of maps, and axis {axis.name!r} is mapped here; call psum "
             "after the map, or jax.value_and_grad and dq.psum in it"
         )
-    return _reduced(total, terms.mesh, terms.specs, metrics, terms.tree, key, state)
+    options = terms.mesh, terms.specs, metrics, knows_devices()
+    return _reduced(total, *options, terms.tree, key, state)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3, 4))
 def _reduced(
     total: Reduction,
     mesh: Mesh | AbstractMesh,
     specs: tuple[P, ...],
     metrics: bool,
+    asks: bool,
     tree: Any,
     key: Array | None,
     state: Any,
 ) -> Reduced:
-    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs."""
+    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs.
+
+    Traces that may ask for their devices, by ``asks``, are other ones.
+    """
+    del asks
     axis = total.axis
     over = P(axis.name)
     others = axes_above_one(

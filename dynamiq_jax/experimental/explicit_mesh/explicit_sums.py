@@ -6,8 +6,9 @@ of it. If a parameter is typed as reduced, JAX types its gradient as unreduced, 
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +17,19 @@ from jax import Array
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.compression.compression import first_states
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.tree.leaves import Grouping, describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_above_one,
     bucket_axes,
     flat_specs,
+    n_parts,
     names_of,
     placed_leaves,
     restrict_spec,
@@ -102,7 +106,10 @@ def reduce_unreduced(
         else:
             run, states, placed = functools.partial(own.reduce, metrics=metrics), state, None
             if state is not None:
-                run, states, placed = _with_parts(run, state, own, moving(leaves), mesh)
+                parts = _Parts.of(own, moving(leaves), mesh)
+                rest = [None if i in moves else x for i, x in enumerate(leaves)]
+                parts.check(state, treedef.unflatten(rest))
+                run, states, placed = parts.mapped(run), parts.on_mesh(state), parts.specs
             after = Reduced(moving(terms), placed, P())  # type: ignore[arg-type]
             summed = _with_exact_tangent(run, mesh, (given, P(), placed), after)
             found = summed(moving(leaves), key, states)
@@ -181,30 +188,81 @@ def scattered_spec(spec: P, axis: Axis) -> P:
     return P(*(tuple(entry) or None for entry in entries))
 
 
-def _with_parts(
-    run: Callable[..., Reduced], state: State, total: Reduction, tree: Any, mesh: AbstractMesh
-) -> tuple[Callable[..., Reduced], State, Any]:
-    """``run`` with each device's part of the states; the states on the mesh, and their specs."""
-    axis, sizes = total.axis, tuple(mesh.shape[name] for name in total.axis.names)
-    leaves, _ = placed_leaves(tree, mesh, total.specs)
-    buckets = total.compression.group(leaves, sizes, overlaps=True).buckets
-    if len(state) != len(buckets):
+class _Parts(NamedTuple):
+    """The states of the buckets, of which every device has a part."""
+
+    total: Reduction
+    mesh: AbstractMesh
+    grouping: Grouping
+    split_over: list[tuple[str, ...]]
+    """Of every bucket: the other axes that split its leaves."""
+
+    @classmethod
+    def of(cls, total: Reduction, tree: Any, mesh: AbstractMesh) -> "_Parts":
+        """The parts of the states for the leaves of ``tree``."""
+        sizes = tuple(mesh.shape[name] for name in total.axis.names)
+        leaves, _ = placed_leaves(tree, mesh, total.specs)
+        grouping = total.compression.group(leaves, sizes, overlaps=True)
+        split_over = [bucket_axes(bucket, mesh.axis_names) for bucket in grouping.buckets]
+        return cls(total, mesh, grouping, split_over)
+
+    @property
+    def specs(self) -> tuple[P, ...]:
+        """How the state of every bucket is sharded."""
+        name = self.total.axis.name
+        return tuple(P(name, axes) if axes else P(name) for axes in self.split_over)
+
+    def check(self, state: State, others: Any) -> None:
+        """Refuses a state of one worker, or of other leaves; JAX has summed ``others`` itself."""
+        compression, sizes = self.total.compression, self.mesh.shape
+        counts = [n_parts(axes, sizes) for axes in self.split_over]
+        one = jax.eval_shape(functools.partial(first_states, self.grouping, counts))
+        n = math.prod(sizes[name] for name in self.total.axis.names)
+        all_of_them = jax.tree.map(lambda x: x.update(shape=(n, *x.shape)), one)
+        (given, own), (wanted, like), (single, _) = map(_described, (state, all_of_them, one))
+        if given == wanted and own == like:
+            return
+        if given == single:
+            raise ValueError(
+                f"state has leaves of shapes {given}, those of one worker, and outside of maps it "
+                f"has those of all {n}: pass what init_state(tree, {n}, stacked=True) gives"
+            )
+        workers = tuple(sizes[name] for name in self.total.axis.names)
+        grouping = compression.group(describe_leaves(others), workers, overlaps=True)
+        if large := [leaf.path for bucket in grouping.buckets for leaf in bucket.leaves]:
+            raise ValueError(
+                f"state has leaves of shapes {given}, and the terms of this tree need {wanted}: "
+                f"JAX itself has summed {', '.join(large[:4])} ({len(large)} leaves), since the "
+                "loss uses them in ways that leave it no choice. Exclude them by "
+                "Compression(exclude=...), and pass its init_state(..., stacked=True)"
+            )
         raise ValueError(
-            f"state is for {len(state)} buckets and {len(buckets)} are unreduced. The loss may use "
-            "some leaves in ways that leave JAX no choice but to sum them: exclude these by "
-            "Compression(exclude=...), and take its init_state(..., stacked=True)"
+            f"state has leaves of shapes {given}, and method={compression.method!r} keeps {wanted} "
+            f"of this tree for {n} workers; pass what init_state(tree, {n}, stacked=True) gives "
+            "for the same arguments, with mesh= and specs= where other axes split leaves"
         )
-    parts = [bucket_axes(bucket, mesh.axis_names) for bucket in buckets]
-    specs = tuple(P(axis.name, axes) if axes else P(axis.name) for axes in parts)
-    leading = [1 + bool(axes) for axes in parts]  # of workers, and of parts
 
-    def local(tree: Any, key: Array | None, state: State) -> Reduced:
-        pairs = zip(leading, state, strict=True)
-        mine = [jax.tree.map(lambda x, k=k: x.reshape(x.shape[k:]), own) for k, own in pairs]
-        found = run(tree, key, tuple(mine))
-        pairs = zip(leading, found.state, strict=True)
-        after = [jax.tree.map(lambda x, k=k: x[(None,) * k], own) for k, own in pairs]
-        return found._replace(state=tuple(after))
+    def on_mesh(self, state: State) -> State:
+        """The states, as they come from `init_state`, say, on the mesh."""
+        pairs = zip(state, self.specs, strict=True)
+        return tuple(jax.reshard(own, NamedSharding(self.mesh, spec)) for own, spec in pairs)
 
-    pairs = zip(state, specs, strict=True)  # as it comes from `init_state`, say
-    return local, tuple(jax.reshard(own, NamedSharding(mesh, spec)) for own, spec in pairs), specs
+    def mapped(self, run: Callable[..., Reduced]) -> Callable[..., Reduced]:
+        """``run`` with each device's part of the states."""
+        leading = [1 + bool(axes) for axes in self.split_over]  # of workers, and of parts
+
+        def local(tree: Any, key: Array | None, state: State) -> Reduced:
+            pairs = zip(leading, state, strict=True)
+            mine = [jax.tree.map(lambda x, k=k: x.reshape(x.shape[k:]), own) for k, own in pairs]
+            found = run(tree, key, tuple(mine))
+            pairs = zip(leading, found.state, strict=True)
+            after = [jax.tree.map(lambda x, k=k: x[(None,) * k], own) for k, own in pairs]
+            return found._replace(state=tuple(after))
+
+        return local
+
+
+def _described(state: Any) -> tuple[list[tuple[int, ...]], Any]:
+    """The shapes of a state's leaves, and its structure."""
+    leaves, treedef = jax.tree.flatten(tuple(state) if isinstance(state, list) else state)
+    return list(map(jnp.shape, leaves)), treedef

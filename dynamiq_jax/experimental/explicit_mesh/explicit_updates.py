@@ -16,7 +16,11 @@ from dynamiq_jax.experimental.explicit_mesh.explicit_sums import check_axes, unr
 def update_outside(
     step: Callable[..., Any], axis: Axis, updates: Any, state: Any, params: Any, extra: Any
 ) -> Any:
-    """``step`` under a map over the whole mesh, for gradients that are unreduced outside of it."""
+    """``step`` under a map over the whole mesh, for gradients that are unreduced outside of it.
+
+    Raises:
+      ValueError: gradients are unreduced over other axes, or ``step`` closes over traced arrays.
+    """
     mesh = mesh_of((updates, params))
 
     def spec_of(x: Any) -> P:
@@ -39,4 +43,13 @@ def update_outside(
         out_specs=(own, after),
         check_vma=False,
     )
-    return run(updates, state, params, extra)
+    try:
+        return run(updates, state, params, extra)
+    except NotImplementedError as error:
+        if "Closing over" not in str(error):
+            raise
+        raise ValueError(
+            "the inner optimizer closes over arrays of the surrounding program, such as "
+            "hyperparameters of optax.inject_hyperparams around dq.optax.sharded. Pass "
+            "dq.optax.sharded(optax.inject_hyperparams(...)(...), ...)"
+        ) from error

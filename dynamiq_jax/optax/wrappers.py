@@ -1,0 +1,85 @@
+"""Wrappers of optax that use gradients before the reduction that they wrap.
+
+Such a wrapper sees each worker's own gradients. Its results and its state then differ between
+workers, where a trainer expects the same on all.
+"""
+
+import os
+import sys
+from typing import Any
+
+import optax
+
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.meshes import is_outside
+
+_FOLDER = os.path.join(os.path.dirname(optax.__file__), "")
+_SCAN = "To reduce once per window, add up its gradients in a scan and call update once"
+_AFTER = "Pass optax.chain(dq.optax.all_reduce(...), {0}(inner, ...))"
+_INSIDE = "Pass dq.optax.sharded({0}(inner, ...), ...)"
+_WRAPPERS = {
+    "MultiSteps": (
+        "adds up each worker's own gradients, in a state that is typed as the same on all workers",
+        f"{_AFTER}. {_SCAN}",
+        f"{_INSIDE}. {_SCAN}",
+    ),
+    "apply_if_finite": (
+        "skips steps by each worker's own gradients, so that some workers would wait for others",
+        _AFTER,
+        "Leave it out: dq.optax.sharded skips steps whose gradients are not finite",
+    ),
+    "conditionally_mask": (
+        "returns zeros in some steps, which are typed as each worker's own, like its gradients",
+        _AFTER,
+        _INSIDE,
+    ),
+    "conditionally_transform": (
+        "returns each worker's own gradients in some steps",
+        _AFTER,
+        _INSIDE,
+    ),
+    "mechanize": (
+        "scales updates by each worker's own gradients",
+        _AFTER,
+        f"It needs whole gradients, which dq.optax.all_reduce has. {_AFTER}",
+    ),
+}
+"""By name: what the wrapper does, and the remedies for `all_reduce` and for `sharded`."""
+_UNTYPED = {"MultiSteps", "conditionally_mask"}
+"""Wrappers that give the right results where JAX has no types for what differs."""
+
+
+def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
+    """Refuses wrappers around `init` or ``update`` of ``function``, "all_reduce" or "sharded".
+
+    Args:
+      axis: the workers.
+      tree: the parameters or gradients, which say whether the call is on Explicit axes.
+      function: whose remedy the error has.
+
+    Raises:
+      ValueError: a wrapper uses each worker's own gradients.
+    """
+    name = _around()
+    if name is None:
+        return
+    if name in _UNTYPED and not (is_outside(axis, tree) or (axis.mapped and axis.tracked)):
+        return
+    why, *remedies = _WRAPPERS[name]
+    module = {"MultiSteps": "optax", "apply_if_finite": "optax", "mechanize": "optax.contrib"}
+    wrapper = f"{module.get(name, 'optax.transforms')}.{name}"
+    remedy = remedies[function == "sharded"].format(wrapper)
+    raise ValueError(f"{wrapper} is around dq.optax.{function}: it {why}. {remedy}")
+
+
+def _around() -> str | None:
+    """The innermost of these wrappers whose `init` or ``update`` is on the stack."""
+    # No argument or type says what is around a transformation. A wrapper calls it directly, or
+    # under `lax.cond`, which traces a branch below the call.
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_qualname.partition(".")[0]
+        if name in _WRAPPERS and frame.f_code.co_filename.startswith(_FOLDER):
+            return name
+        frame = frame.f_back
+    return None
