@@ -190,6 +190,53 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
     assert dq.optax.all_reduce("data").init(params).memory is None
 
 
+@jax.tree_util.register_pytree_with_keys_class
+class Alike(tuple):
+    """A node whose children have keys that read alike."""
+
+    def tree_flatten_with_keys(self):
+        return [
+            (jax.tree_util.DictKey(key), x) for key, x in zip((1, "1"), self, strict=True)
+        ], None
+
+    def tree_flatten(self):
+        return tuple(self), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(children)
+
+
+def test_leaves_go_by_names_that_no_other_leaf_has():
+    """Keys may contain slashes, and a memory's name may begin like that of another leaf."""
+    worker = lambda *x: dq.optax.PerWorker({"b": np.float32(x)}, "data")
+    saved = {"a/b": 1, "a": {"b": 2, "b/c": 3}, "m": worker(4), "m/b": 5}
+    saved = jax.tree.map(np.float32, saved)
+    fresh = jax.tree.map(lambda x: jnp.zeros(np.shape(x)), saved)
+    assert_same_bits(dq.optax.restore_state(saved, fresh), saved)
+    lacks = {name: x for name, x in saved.items() if name != "a/b"}
+    alike = Alike([np.float32(1), np.float32(2)])
+    spare = r"1 of the 6 leaves .* no place in this optimizer's state of 5: 'm/b/c'; pass"
+    assert_refused(
+        (ValueError, "leaf 'a/b' is missing", dq.optax.restore_state, lacks, fresh),
+        (ValueError, spare, dq.optax.restore_state, saved | {"m/b/c": np.float32(6)}, fresh),
+        (ValueError, "two leaves have the name x/1, and", dq.optax.restore_state,
+         {"x": alike}, {"x": alike}),
+    )  # fmt: skip
+
+
+def test_leaves_that_were_saved_under_joined_names_are_found():
+    state = dq.optax.init(dq.optax.all_reduce("data"), {"a": {"b": jnp.ones(3)}}, mesh_of(2))
+    state = jax.tree.map(lambda x: x + 7, (state, {"a": {"b": jnp.ones(3)}, "c": jnp.ones(2)}))
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    fresh = jax.tree.map(jnp.zeros_like, state)
+    assert_same_bits(dq.optax.restore_state({keystr(path): x for path, x in paths}, fresh), state)
+    twice = {"a": {"b/c": 1.0}, "a/b": {"c": 2.0}}
+    with pytest.raises(ValueError, match="leaf a/b/c is missing"):
+        dq.optax.restore_state(twice, {"a": {"b": {"c": jnp.zeros(())}}})
+
+
 def test_a_first_state_can_be_donated():
     """No array is in it twice, also where init runs operation by operation."""
     optimizer, (params, _) = stateful(), problem(1)

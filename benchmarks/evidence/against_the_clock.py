@@ -9,8 +9,8 @@ Steps are those of `step_time.py`, on text (`examples/llm_data.py`). All ways st
 parameters and see the same batches. Hosts meet by the variables COORDINATOR, NUM_HOSTS and HOST_ID.
 The first host's clock starts with the first step, which is compiled by then, and is read when a
 step's loss is known. Each step starts before the loss of the one before is read. The *target* is
-the first way's mean loss over its last `WINDOW` steps, plus `TOLERANCE` percent. A way is there
-after the first `WINDOW` steps whose mean loss is not above it.
+the first way's mean loss over its last `WINDOW` steps, plus `TOLERANCE` percent, or ``--target``. A
+way is there after the first `WINDOW` steps whose mean loss is not above it.
 
 ``--json`` adds a run to a file ``{"runs": [...]}``. A run is ``{"about", "options", "rows"}``; its
 options have a title and the target. A row is ``{"method", "seconds", "losses", "target_seconds"}``:
@@ -79,6 +79,12 @@ def main(
     links: Annotated[str, typer.Option(help="Between workers, in words, for the title.")] = "",
     batch: Annotated[int, typer.Option(min=1, help="Sequences of every worker.")] = 3,
     attention: Annotated[str, typer.Option(help="cudnn (flash attention) or xla.")] = "xla",
+    topology: Annotated[
+        str, typer.Option(help="direct, ring, butterfly, hierarchical.")
+    ] = "direct",
+    target: Annotated[
+        float | None, typer.Option(min=0, help="A loss (default: the first way's).")
+    ] = None,
     steps: Annotated[int, typer.Option(min=WINDOW, help="Of every way.")] = 400,
     json_file: Annotated[Path | None, typer.Option("--json", help="The run is added here.")] = None,
 ) -> None:
@@ -88,6 +94,7 @@ def main(
     first = jax.process_index() == 0
     say = partial(print, flush=True) if first else lambda text: None
     told = {"model": model, "batch": batch, "steps": steps, "attention": attention}
+    told["topology"] = topology
     run = step_time.make_run(**told)
     corpus = load_corpus(run.config.vocab_size)
     programs = step_time.compile_all(run, texts)
@@ -95,7 +102,7 @@ def main(
         raise SystemExit(f"{texts[0]} sets the target, and did not compile")
     title = f"{model}, {steps} steps of {run.tokens_per_worker:,} tokens per worker, "
     title += f"{jax.device_count()} x {jax.devices()[0].device_kind}, {links}"
-    options = told | {"title": title, "window": WINDOW, "target": None}
+    options = told | {"title": title, "window": WINDOW, "target": target}
     found = {"about": tables.surroundings(jax.devices()), "options": options, "rows": []}
     for text, program in programs.items():
         row: dict[str, Any] = {"method": text} | train(run, program, corpus, steps)

@@ -344,7 +344,7 @@ def time_to_loss_table() -> str:
     return markdown(lines)
 
 
-CLOCK = "against_the_clock.json"
+CLOCK, TOPOLOGIES = "against_the_clock.json", "topologies.json"
 
 
 def clock_table() -> str:
@@ -361,6 +361,21 @@ def clock_table() -> str:
                 less((end or math.inf) / first["target_seconds"]),
             ]
             lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
+    return markdown(lines)
+
+
+def topologies_table() -> str:
+    """Trainings over several topologies: seconds for all steps and to the first run's target."""
+    lines = [("way", "topology", "links", "all steps, s", "to the target, s", "less", "last loss")]
+    runs = load(TOPOLOGIES)["runs"]
+    bf16 = runs[0]["rows"][0]["target_seconds"]
+    for run in runs:
+        options, (row,) = run["options"], run["rows"]
+        end, name = row["target_seconds"], STEPS_OF[row["method"]]
+        topology = "native" if run is runs[0] else options["topology"]
+        cells = [name, topology, options["title"].rpartition(", ")[2], f"{row['seconds'][-1]:.0f}"]
+        cells += [f"{end:.0f}" if end else "", less((end or math.inf) / bf16)]
+        lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
     return markdown(lines)
 
 
@@ -610,7 +625,11 @@ def texts() -> dict[Path, str]:
             "digits": classifier_table(DIGITS),
             "finetuned": classifier_table(FINETUNED),
         },
-        DOCS / "time-to-accuracy.md": {"less": time_to_loss_table(), "clock": clock_table()},
+        DOCS / "time-to-accuracy.md": {
+            "less": time_to_loss_table(),
+            "clock": clock_table(),
+            "topologies": topologies_table(),
+        },  # fmt: skip
     }
     return {path: filled(path.read_text(), own) for path, own in found.items()}
 

@@ -6,10 +6,11 @@ process that trains.
 """
 
 import functools
+import itertools
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -26,9 +27,14 @@ Placed = Array | jax.ShapeDtypeStruct
 Block = tuple[int, tuple[tuple[int, int], ...]]
 """A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
 
+Piece = tuple[Block, int, np.ndarray]
+"""Bytes of a block, uint8[n], and which of them is the first one."""
+
 PIECE = 2**28
-"""Bytes that a device holds at most while hosts send each other what they lack."""
-FIELDS = 6
+"""Bytes that a device holds at most while hosts send each other a copy."""
+ROUND = 2**25
+"""Bytes that all hosts together send at a time while they restore one, and read from slots."""
+FIELDS = 7
 """How many numbers tell of one slot."""
 
 
@@ -44,17 +50,34 @@ class Copy(NamedTuple, Generic[Tree]):
 
 
 class Told(NamedTuple):
-    """A host's report about one of its slots."""
+    """A host's report about one of its slots. Of two copies the greater one was saved later."""
 
+    session: int = 0
+    """The start whose processes wrote it, as `session_after` numbers it."""
+    number: int = 0
+    """How many copies these processes had saved, this one included; 0 in copies of version 0.4."""
     step: int = 0
-    session: tuple[int, int] = (0, 0)
-    """When the processes that wrote it began: two uint32 words, the high one first."""
     processes: int = 0
     """How many there were; 0: the slot has no copy."""
     process: int = 0
     """Which of them wrote it."""
     whole: bool = False
     """Whether it has all of the state, and not only two hosts' shards of it."""
+
+    @property
+    def copy(self) -> "Told":
+        """What all hosts tell alike of a copy."""
+        return self._replace(process=0, whole=False)
+
+
+class Sent(NamedTuple):
+    """A part of a block that one host sends."""
+
+    host: int
+    """The sender; -1: each host reads it from its own slot."""
+    block: Block
+    start: int
+    stop: int
 
 
 class Copies:
@@ -72,13 +95,14 @@ class Copies:
     returns `None`.
 
     A host's memory takes twice (two copies) what its devices hold of the state, without
-    repetitions, and once more the shards of another host. `restore` needs up to seven times the
-    memory of the whole state for as long as it runs.
+    repetitions, and once more the shards of another host. Besides what is restored, `restore`
+    needs the memory of the largest whole leaf, and about 100 MB, for as long as it runs.
     """
 
     def __init__(self) -> None:
         self._slots = Slots.inherited()
-        self._session: tuple[int, int] | None = None
+        self._session: int | None = None
+        self._number = 0  # how many copies have been saved
 
     def save(self, step: int, state: Any, note: Any = None) -> int:
         """Keeps a copy of the state, in place of the one before the last.
@@ -107,8 +131,12 @@ class Copies:
             return 0
         if self._session is None:
             self._meet()
+        assert self._session is not None
+        self._number += 1
         paths, _ = jax.tree.flatten_with_path(_plain(state))
         leaves = [leaf for _, leaf in paths]
+        impls = [str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+                 for leaf in jax.tree.leaves(state)]  # fmt: skip
         for path, leaf in paths:
             _check(path, leaf)
         me, n = jax.process_index(), jax.process_count()
@@ -120,21 +148,22 @@ class Copies:
         for number, arrived in _pass_on({i: leaves[i] for i in moving}):
             blocks |= _blocks(number, arrived, me, leaves[number], before)
         header = {
-            "step": step, "session": self._session, "processes": n, "process": me,
-            "whole": not moving, "note": note,
-            "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name]
-                       for path, leaf in paths],
-            "keys": {_name(path): str(jax.random.key_impl(leaf))
-                     for path, leaf in jax.tree.leaves_with_path(state) if _is_key(leaf)},
+            "step": step, "session": divmod(self._session, 2**32), "number": self._number,
+            "processes": n, "process": me, "whole": not moving, "note": note,
+            "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name, impl]
+                       for (path, leaf), impl in zip(paths, impls, strict=True)],
             "blocks": [[*block, data.size] for block, data in blocks.items()],
         }  # fmt: skip
         self._slots.write(header, blocks.values())
         return sum(data.size for data in blocks.values())
 
     def restore(self, state: Tree) -> Copy[Tree] | None:
-        """Returns the newest copy of which all hosts together have every part.
+        """Returns the copy that was saved last, of those that all hosts together have whole.
 
-        It may be one of another number of hosts. A leaf whose shape depends on that number comes
+        A training may go back to an older step: what it saves from then on counts, and copies with
+        higher steps from before no longer do.
+
+        The copy may be of another number of hosts. A leaf whose shape depends on that number comes
         back with the old shape; `dynamiq_jax.optax.restore_state` then starts what each worker had
         of its own anew.
 
@@ -150,64 +179,81 @@ class Copies:
         """
         if self._slots is None:
             return None
-        kept = self._slots.kept()
-        told = self._meet()
-        best = newest(told)
+        best, mine, lacking = self._meet()
         if best is None:
             return None
-        mine = next((k for k in kept if _told(_words([k]))[:3] == best[:3]), None)
-        if mine:
-            self._slots.keep(mine)  # the next copy does not go over it
-        header, blocks = self._gather(mine, _lacking(told, best))
-        return _placed(header, blocks, state)
+        headers = _headers(mine) if lacking else [mine.header if mine else None]
+        header = next(header for header in headers if header)
+        pieces = _pieces([_sizes(header) for header in headers], self._reader(mine))
+        return Copy(header["step"], _restored(header, pieces, state), header["note"])
 
-    def _meet(self) -> list[list[Told]]:
-        """Asks all hosts for their slots. All copies from now on have the same session."""
+    def _meet(self) -> tuple[Told | None, Kept | None, bool]:
+        """Begins a session: all copies from now on are later than those of which hosts tell.
+
+        Returns:
+          The copy that counts, if there is one; what this host has of it, over which the next copy
+          does not go; and whether some host lacks a part.
+        """
         assert self._slots is not None
-        kept, now = self._slots.kept(), time.time_ns()
-        words = [*_words(kept[:1]), *_words(kept[1:]), now >> 32, now & 0xFFFFFFFF]
+        kept = self._slots.kept()
+        words = [*_words(kept[:1]), *_words(kept[1:]), *divmod(time.time_ns(), 2**32)]
         rows = _exchange(np.array(words, np.uint32)).tolist()
-        self._session = rows[0][-2], rows[0][-1]
-        return [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
-
-    def _gather(self, mine: Kept | None, lacking: bool) -> tuple[Any, dict[Block, np.ndarray]]:
-        """The header and all blocks of a copy, of which this host has ``mine``."""
-        assert self._slots is not None
-        own: dict[Block, np.ndarray] = {}
+        told = [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
+        self._session = session_after(told, [high * 2**32 + low for *_, high, low in rows])
+        best = newest(told)
+        mine = next((k for k in kept if _told(_words([k])).copy == best), None)
         if mine:
-            data, start = self._slots.bytes_of(mine), 0
-            for block, size in _sizes(mine.header).items():
-                own[block], start = data[start : start + size], start + size
-        if not lacking:
-            assert mine
-            return mine.header, own
-        headers = _headers(mine)
-        shared = next(header for header in headers if header)
-        return shared, own | _sent(headers, own)
+            self._slots.keep(mine)
+        return best, mine, best is not None and _lacking(told, best)
+
+    def _reader(self, mine: Kept | None) -> Callable[[Block, int, int], np.ndarray]:
+        """A function that reads bytes ``start`` to ``stop`` of a block from this host's slot."""
+        places, end = {}, 0
+        for block, size in _sizes(mine and mine.header).items():
+            places[block], end = end, end + size
+
+        def read(block: Block, start: int, stop: int) -> np.ndarray:
+            if start == stop:
+                return np.empty(0, np.uint8)
+            assert self._slots is not None
+            assert mine is not None
+            return self._slots.read(mine, places[block] + start, stop - start)
+
+        return read
+
+
+def session_after(told: Sequence[Sequence[Told]], clocks: Sequence[int]) -> int:
+    """Returns a session later than all of which hosts have a copy, whatever their clocks say.
+
+    Args:
+      told: what each host tells of its slots.
+      clocks: each host's time in nanoseconds; they may differ, and go back.
+    """
+    return max(*clocks, *(slot.session + 1 for host in told for slot in host))
 
 
 def newest(told: Sequence[Sequence[Told]]) -> Told | None:
-    """Returns the newest copy of which hosts have every process's shards; `None` without one.
+    """Returns the last copy of which hosts have every process's shards; `None` without one.
 
-    A host's copy has the shards of the process that wrote it, and of the one before that. The
-    newest copy is that of the highest step, and among these that of the last session. Copies of
-    different sessions or steps do not make up one.
+    A host's copy has the shards of the process that wrote it, and of the one before that. Copies
+    are in the order in which the run saved them: by session, and within a session by number. Their
+    steps say nothing, since a training may go back. Shards of different copies do not make up one,
+    even if their steps are the same.
 
     Args:
       told: what each host tells of its slots.
     """
     owners: dict[Told, set[int]] = {}
     for slot in (slot for host in told for slot in host if slot.processes):
-        copy = slot._replace(process=0, whole=False)
         held = range(slot.processes) if slot.whole else (slot.process, slot.process - 1)
-        owners.setdefault(copy, set()).update(p % slot.processes for p in held)
+        owners.setdefault(slot.copy, set()).update(p % slot.processes for p in held)
     complete = [copy for copy, held in owners.items() if len(held) == copy.processes]
     return max(complete, default=None)
 
 
 def _lacking(told: Sequence[Sequence[Told]], best: Told) -> bool:
     """Whether a host lacks a part of a copy."""
-    return not all(any(slot[:3] == best[:3] and slot.whole for slot in host) for host in told)
+    return not all(any(slot.copy == best and slot.whole for slot in host) for host in told)
 
 
 def _words(kept: Sequence[Kept]) -> list[int]:
@@ -215,13 +261,13 @@ def _words(kept: Sequence[Kept]) -> list[int]:
     if not kept:
         return [0] * FIELDS
     header = kept[0].header
-    fields = header["step"], *header["session"], header["processes"], header["process"]
-    return [*fields, int(header["whole"])]
+    names = "step", "processes", "process", "whole"
+    return [*header["session"], header.get("number", 0), *(int(header[name]) for name in names)]
 
 
 def _told(words: Sequence[int]) -> Told:
-    step, high, low, processes, process, whole = words
-    return Told(step, (high, low), processes, process, bool(whole))
+    high, low, number, step, processes, process, whole = words
+    return Told(high * 2**32 + low, number, step, processes, process, bool(whole))
 
 
 # --- Leaves and their blocks ----------------------------------------------------------------------
@@ -240,8 +286,9 @@ def _array(x: Any) -> Any:
     return x if isinstance(x, Array) else np.asarray(x)
 
 
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _name(path: tuple) -> list[str]:
+    """The words of a leaf's name: a key that has a slash is one word."""
+    return [jax.tree_util.keystr((key,), simple=True) for key in path]
 
 
 def _spans(leaf: Any) -> bool:
@@ -250,10 +297,20 @@ def _spans(leaf: Any) -> bool:
 
 
 def _check(path: tuple, leaf: Any) -> None:
+    name = _shown(_name(path)) or "the state"
     if _spans(leaf) and not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(
-            f"{_name(path)} has a {type(leaf.sharding).__name__}; place it with a NamedSharding, "
+            f"{name} has a {type(leaf.sharding).__name__}; place it with a NamedSharding, "
             "by out_shardings= of jax.jit"
+        )
+    try:
+        found = np.dtype(leaf.dtype.name)
+    except TypeError:
+        found = None
+    if found != leaf.dtype or leaf.dtype.hasobject:
+        raise ValueError(
+            f"{name} has dtype {leaf.dtype}, and copies keep numbers alone, in this machine's "
+            "order of bytes; convert it by jax.numpy.asarray, or pass it as note="
         )
 
 
@@ -388,57 +445,142 @@ def _headers(mine: Kept | None) -> list[Any]:
 
 def _sizes(header: Any) -> dict[Block, int]:
     """{block: how many bytes it has}."""
-    return {(leaf, tuple(map(tuple, part))): size for leaf, part, size in header["blocks"]}
+    blocks = header["blocks"] if header else []
+    return {(leaf, tuple(map(tuple, part))): size for leaf, part, size in blocks}
 
 
-def _sent(headers: list[Any], own: Mapping[Block, np.ndarray]) -> dict[Block, np.ndarray]:
-    """All blocks that some host lacks; hosts that have a block take turns at sending one."""
-    sizes = [_sizes(header) if header else {} for header in headers]
-    every = {block: size for held in sizes for block, size in held.items()}
-    sends: list[list[Block]] = [[] for _ in headers]
-    for turn, block in enumerate(sorted(every)):
+def _rounds(sizes: Sequence[Mapping[Block, int]], room: int) -> Iterator[list[Sent]]:
+    """Who sends what in each round, in the order of blocks.
+
+    Args:
+      sizes: the bytes of each host's blocks; of one host if each has all.
+      room: how many bytes a host sends at most in a round.
+    """
+    parts: list[Sent] = []
+    used = [0] * len(sizes)
+    for block, size in sorted({block: n for held in sizes for block, n in held.items()}.items()):
         holders = [host for host, held in enumerate(sizes) if block in held]
-        if len(holders) < len(headers):
-            sends[holders[turn % len(holders)]].append(block)
-    longest = max(sum(every[block] for block in blocks) for blocks in sends)
-    mine = [own[block] for block in sends[jax.process_index()]]
-    rows = _exchange_bytes(np.concatenate([np.empty(0, np.uint8), *mine]), longest)
-    found = {}
-    for blocks, row in zip(sends, rows or [np.empty(0, np.uint8)] * len(sends), strict=True):
+        if len(holders) == len(sizes) or not size:
+            starts = range(0, max(1, size), room)
+            parts += [Sent(-1, block, start, min(size, start + room)) for start in starts]
+            continue
         start = 0
-        for block in blocks:
-            found[block], start = row[start : start + every[block]], start + every[block]
-    return found
+        while start < size:
+            host = min(holders, key=used.__getitem__)
+            if used[host] == room:
+                yield parts
+                parts, used = [], [0] * len(sizes)
+            stop = min(size, start + room - used[host])
+            parts.append(Sent(host, block, start, stop))
+            used[host] += stop - start
+            start = stop
+    yield parts
 
 
-def _placed(header: Any, blocks: Mapping[Block, np.ndarray], state: Tree) -> Copy[Tree]:
-    """The copy as a tree like ``state``."""
+def _pieces(
+    sizes: Sequence[Mapping[Block, int]], read: Callable[[Block, int, int], np.ndarray]
+) -> Iterator[Piece]:
+    """The pieces of all blocks in their order; all hosts go through them alike.
+
+    Args:
+      sizes: the bytes of each host's blocks; of one host if each has all.
+      read: returns bytes ``start`` to ``stop`` of a block that this host has.
+    """
+    room = max(2**16, 1 << (ROUND // len(sizes)).bit_length() - 1)
+    for parts in _rounds(sizes, room):
+        yield from _passed(parts, len(sizes), read)
+
+
+def _passed(
+    parts: Sequence[Sent], hosts: int, read: Callable[[Block, int, int], np.ndarray]
+) -> Iterator[Piece]:
+    """The pieces of one round."""
+    ends, places = [0] * hosts, []
+    for host, _, start, stop in parts:
+        places.append(ends[host])
+        ends[host] += stop - start if host >= 0 else 0
+    rows = None
+    if any(ends):
+        row = np.zeros(1 << max(max(ends) - 1, 2**16 - 1).bit_length(), np.uint8)
+        for (host, block, start, stop), place in zip(parts, places, strict=True):
+            if host == jax.process_index():
+                row[place : place + stop - start] = read(block, start, stop)
+        rows = _exchange(row)
+        del row
+    for (host, block, start, stop), place in zip(parts, places, strict=True):
+        if host < 0 or rows is None:
+            yield block, start, read(block, start, stop)
+        else:
+            yield block, start, rows[host, place : place + stop - start]
+
+
+def _restored(header: Any, pieces: Iterable[Piece], state: Tree) -> Tree:
+    """The copy as a tree like ``state``. One leaf at a time is whole on the host."""
     paths, treedef = jax.tree.flatten_with_path(state)
-    saved, now = [name for name, *_ in header["leaves"]], [_name(path) for path, _ in paths]
+    saved = header["leaves"]
+    _check_names([name for name, *_ in saved], [_name(path) for path, _ in paths])
+    own = itertools.groupby(pieces, lambda piece: piece[0][0])  # every leaf has a block
+    leaves = [
+        _placed(_whole(shape, dtype, parts), _impl(header, number), like)
+        for (number, parts), (_, shape, dtype, *_), (_, like) in zip(own, saved, paths, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_names(saved: list[Any], now: list[Any]) -> None:
+    """Refuses a copy of other leaves. Version 0.4 joined the words of a name."""
+    if saved and isinstance(saved[0], str):
+        now = ["/".join(name) for name in now]
     if saved != now:
-        alone = sorted({*saved} ^ {*now})
+        alone = sorted({*map(_shown, saved)} ^ {*map(_shown, now)})
         raise ValueError(
             f"the copy has {len(saved)} leaves and this state {len(now)}, which differ in "
-            f"{', '.join(alone[:4])}; start all supervisors anew, which forgets copies"
+            f"{', '.join(alone[:4]) or 'their order'}; start all supervisors anew, which forgets "
+            "copies"
         )
-    whole = [np.empty(shape, jnp.dtype(dtype)) for _, shape, dtype in header["leaves"]]
-    for (number, part), data in blocks.items():
-        array = whole[number]
-        index = tuple(slice(*span) for span in part)
-        array[index] = data.view(array.dtype).reshape(array[index].shape)
-    leaves = []
-    for array, (path, like) in zip(whole, paths, strict=True):
-        if impl := header["keys"].get(_name(path)):
-            leaves.append(jax.random.wrap_key_data(_put(array, like), impl=impl))
-        elif isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
-            leaves.append(_put(array, like))
-        else:
-            leaves.append(array)
-    return Copy(header["step"], jax.tree.unflatten(treedef, leaves), header["note"])
+
+
+def _shown(name: Any) -> str:
+    """A name for messages."""
+    if isinstance(name, str):
+        return name
+    return "/".join(repr(word) if "/" in word or not word else word for word in name)
+
+
+def _impl(header: Any, number: int) -> str | None:
+    """The implementation of the keys of a leaf; `None` for other leaves."""
+    name, *_, last = header["leaves"][number]
+    return header["keys"].get(name) if isinstance(name, str) else last
+
+
+def _whole(shape: Sequence[int], dtype: str, pieces: Iterable[Piece]) -> np.ndarray:
+    """A leaf of its blocks' pieces."""
+    whole = np.empty(shape, jnp.dtype(dtype))
+    for (_, part), own in itertools.groupby(pieces, lambda piece: piece[0]):
+        target = whole[(*(slice(*span) for span in part), ...)]
+        block = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+        data = block.reshape(-1).view(np.uint8)
+        for _, start, piece in own:
+            data[start : start + piece.size] = piece
+        if block is not target:
+            target[...] = block
+    return whole
+
+
+def _placed(array: np.ndarray, impl: str | None, like: Any) -> Any:
+    """A leaf where ``like`` is, if it has its shape and dtype; if not, an array of the host."""
+    if impl:  # of a leaf of keys
+        fits = isinstance(like, Placed) and like.shape == array.shape[:-1]
+        data = _put(array, like) if fits else jnp.asarray(array)
+        return jax.random.wrap_key_data(data, impl=impl)
+    if isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
+        return _put(array, like)
+    return array
 
 
 def _put(array: np.ndarray, like: Any) -> Any:
     """An array where ``like`` is; on the default device if that is nowhere."""
     if like.sharding is None:
         return jnp.asarray(array)
-    return jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
+    placed = jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
+    return placed.block_until_ready()  # the host's memory is free then

@@ -7,7 +7,6 @@ supervisor, however that ends.
 
 import contextlib
 import json
-import mmap
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -114,13 +113,16 @@ class Slots:
                 found.append(Kept(slot, header, LENGTH + length))
         return found
 
-    def bytes_of(self, kept: Kept) -> np.ndarray:
-        """The bytes of a copy, uint8[n]; valid until the slot is written again."""
-        file = self.files[kept.slot]
-        size = os.fstat(file).st_size
-        if size == kept.start:
-            return np.empty(0, np.uint8)
-        return np.frombuffer(mmap.mmap(file, size, prot=mmap.PROT_READ), np.uint8)[kept.start :]
+    def read(self, kept: Kept, start: int, size: int) -> np.ndarray:
+        """Some bytes of a copy, uint8[size], from ``start`` on."""
+        found = np.empty(size, np.uint8)
+        done, place = 0, kept.start + start
+        while done < size:  # the system gives 2 GiB at a time
+            count = os.preadv(self.files[kept.slot], [found[done:].data], place + done)
+            if not count:
+                raise OSError(f"a slot ends {size - done} bytes ahead of its copy's end")
+            done += count
+        return found
 
     def keep(self, kept: Kept) -> None:
         """Makes a copy the one that counts: the next copy does not go over it."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -17,6 +18,7 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.placement import check_nodes
 
 Tree = TypeVar("Tree")
+Name = tuple[str, ...]
 
 
 class Part:
@@ -131,7 +133,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
-        ``orbax.checkpoint`` returns if it does not know the type of the tree.
+        ``orbax.checkpoint`` returns if it does not know the type of the tree, or a dict whose keys
+        are leaves' keys joined by slashes.
       fresh: the result of `init` for the same optimizer and parameters on the new workers; the
         result takes the shardings of its leaves.
 
@@ -139,11 +142,11 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
       A state like ``fresh``, with its shardings and dtypes.
 
     Raises:
-      ValueError: a leaf is missing, has no place in ``fresh``, or has another shape, and is neither
-        a leaf of `PerWorker` nor a field that earlier versions do not have, nor differs only by
-        zeros.
+      ValueError: two leaves of a tree have the same name; or a leaf is missing, has no place in
+        ``fresh``, or has another shape, and is neither a leaf of `PerWorker` nor a field that
+        earlier versions do not have, nor differs only by zeros.
     """
-    old = {_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(saved)}
+    old = _in_words(_by_name(saved), _by_name(fresh))
     parts, treedef = jax.tree_util.tree_flatten_with_path(
         fresh, is_leaf=lambda x: isinstance(x, PerWorker)
     )
@@ -162,17 +165,17 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             values = [jax.device_put(x, like.sharding) for x, like in pairs]
         elif then[0] is None and names[0] in later:
             values = [_zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in now]
-            notes.append(f"{names[0]} was not saved and starts anew")
+            notes.append(f"{_shown(names[0])} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
-            name, has = names[0], "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
+            has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
-                f"opt_state: leaf {name} {has} in what was saved, and this optimizer has "
-                f"{now[0].shape}; pass the optimizer and the parameters that it was saved with"
+                f"opt_state: leaf {_shown(names[0])} {has} in what was saved, and this optimizer "
+                f"has {now[0].shape}; pass the optimizer and the parameters that it was saved with"
             )
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in now):
             raise ValueError(
-                f"opt_state: {names[0]} starts anew, and this state has its shape alone; pass the "
-                "state that dq.optax.init makes of arrays"
+                f"opt_state: {_shown(names[0])} starts anew, and this state has its shape alone; "
+                "pass the state that dq.optax.init makes of arrays"
             )
         else:
             values, workers = now, f"{now[0].shape[0]} workers"
@@ -180,7 +183,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             shapes = [jnp.shape(x) for x in then if x is not None]
             if len(shapes) == len(now):
                 note = f"was reset, from {shapes[0][0]} to {workers}"
-            notes += [] if part.renews else [f"{_name(path)} {note}"]
+            notes += [] if part.renews else [f"{_shown(_name(path))} {note}"]
         done.append(jax.tree.unflatten(inner, values))
     _check_places(list(old), parts)
     if notes:
@@ -188,15 +191,16 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     return jax.tree.unflatten(treedef, done)
 
 
-def _check_places(saved: list[str], parts: list[tuple[tuple, Any]]) -> None:
+def _check_places(saved: list[Name], parts: list[tuple[tuple, Any]]) -> None:
     """Refuses saved leaves without a place; memories may have more leaves on other workers."""
     places, memories = set(), []
     for path, part in parts:
         if isinstance(part, PerWorker):
-            memories.append(f"{_name(path)}/")
+            memories.append(_name(path))
         leaves, _ = jax.tree_util.tree_flatten_with_path(part)
         places.update(_name((*path, *within)) for within, _ in leaves)
-    spare = [name for name in saved if name not in places and not name.startswith(tuple(memories))]
+    inside = lambda name: any(name[: len(own)] == own and name != own for own in memories)
+    spare = [_shown(name) for name in saved if name not in places and not inside(name)]
     if spare:
         listed = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
         raise ValueError(
@@ -217,13 +221,13 @@ def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
     return [(path, part) for path, part in leaves if is_part(part)]
 
 
-def _later(fresh: Any) -> set[str]:
+def _later(fresh: Any) -> set[Name]:
     """The names of leaves that states of earlier versions do not have."""
     key = jax.tree_util.GetAttrKey
     return {_name((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
 
 
-def _unpadded(fresh: Any) -> dict[str, tuple[int, ...]]:
+def _unpadded(fresh: Any) -> dict[Name, tuple[int, ...]]:
     """The shapes of leaves that may have zeros at their ends, without these."""
     pairs = ((path, part.shapes()) for path, part in _parts(fresh))
     return {_name((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
@@ -247,8 +251,40 @@ def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     return np.pad(leaf, [(0, now - length) for now, length in zip(shape, own, strict=True)])
 
 
-def _name(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def _by_name(tree: Any) -> dict[Name, Any]:
+    """The leaves of a tree; refuses one with two leaves of one name."""
+    found: dict[Name, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = _name(path)
+        if name in found:
+            raise ValueError(
+                f"opt_state: two leaves have the name {_shown(name)}, and leaves are restored by "
+                "name; give the children of a node different keys"
+            )
+        found[name] = leaf
+    return found
+
+
+def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]:
+    """Saved leaves by the names of ``fresh``, also if their words were joined by slashes."""
+    counts = Counter(map("/".join, saved))
+    found = {"/".join(name): name for name in fresh}
+
+    def own(name: Name) -> Name:
+        joined = "/".join(name)
+        return name if name in fresh or counts[joined] > 1 else found.get(joined, name)
+
+    return {own(name): leaf for name, leaf in saved.items()}
+
+
+def _name(path: tuple) -> Name:
+    """The words of a leaf's name, the same for all kinds of nodes; a key with slashes is one."""
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+
+
+def _shown(name: Name) -> str:
+    """A name for messages."""
+    return "/".join(repr(word) if "/" in word else word for word in name)
 
 
 def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:

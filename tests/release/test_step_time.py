@@ -159,3 +159,14 @@ def test_trainings_against_the_clock_start_alike_and_end_at_the_target(monkeypat
         first = int(np.argmax(means <= run["options"]["target"]))
         assert row["target_seconds"] == row["seconds"][first + 24]
     assert bf16["losses"][-1] < bf16["losses"][0] - 0.1
+
+    target = round(run["options"]["target"] + 0.5, 2)
+    ring = "--ways", "dp:5", "--topology", "ring", "--target", target
+    ran = invoke(against_the_clock.main, *options, *ring)
+    assert ran.exit_code == 0, ran.output
+    _, other = json.loads(file.read_text())["runs"]
+    assert (other["options"]["topology"], other["options"]["target"]) == ("ring", target)
+    (row,) = other["rows"]
+    assert row["losses"][-1] != bf16["losses"][-1]
+    means = np.convolve(row["losses"], np.full(25, 1 / 25), "valid")
+    assert row["target_seconds"] == row["seconds"][int(np.argmax(means <= target)) + 24]
