@@ -4,6 +4,7 @@ import functools
 import math
 import sys
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -131,6 +132,33 @@ def of_micro_batches(params, batch):
     return jnp.mean(lax.map(jax.checkpoint(functools.partial(loss, params)), in_halves(batch)))
 
 
+def from_constants(params, batch):
+    """Loops and branches that begin with constants, which are typed as the same on all workers."""
+
+    def add(total, rows):
+        own = jax.checkpoint(loss)(params, rows)
+        return (total[0] + own / 2, total[1] * 2), own
+
+    (total, _), rows = lax.scan(add, (jnp.zeros(()), jnp.ones(())), in_halves(batch))
+    again = lax.fori_loop(0, 2, lambda _, x: x + loss(params, batch) / 2, jnp.zeros(()))
+    small = lax.cond(total < 1e9, lambda: jnp.mean(rows), lambda: jnp.zeros(()))
+    until = lambda x: x[0] < 2, lambda x: (x[0] + 1, x[1] + lax.stop_gradient(total))
+    _, twice = lax.while_loop(*until, (0, jnp.zeros(())))
+    return (total + again + small + jax.jit(lambda x: x)(twice) / 2 - lax.stop_gradient(total)) / 3
+
+
+def sums_in_a_loop(params, batch):
+    """Beside a worker's own sum the loop carries that of all, which is the loss."""
+
+    def add(total, rows):
+        own = total_error(params, rows)
+        return (total[0] + lax.psum(own, "data"), total[1] + own), None
+
+    first = jnp.zeros(()), jnp.zeros(())
+    total, _ = lax.scan(add, first, in_halves(batch))[0]
+    return lax.cond(params["up"][0, 0] < 9, lambda: total, lambda: jnp.zeros(()))
+
+
 OF_ALL = {
     "a quotient of sums": (of_all, masked, (8,), {}),
     # Collectives over one of two data axes leave the other one's mean to us.
@@ -139,6 +167,9 @@ OF_ALL = {
     ),
     "a sum": (lambda p, b: lax.psum(total_error(p, b), "data"), total_error, (8,), {"op": "sum"}),
     "micro-batches": (of_micro_batches, loss, (8,), {}),
+    "constants": (from_constants, loss, (8,), {}),
+    "constants on two axes": (from_constants, loss, (4, 2), {"axis_name": ("data", "model")}),
+    "a sum in a loop": (sums_in_a_loop, total_error, (8,), {"op": "sum"}),
 }  # fmt: skip
 """A loss that takes collectives, or is a loop; that of all examples; a mesh."""
 
@@ -577,6 +608,38 @@ def test_a_workers_number_beside_constraints_is_its_own(nested):
     with pytest.warns(UserWarning, match=r"aux='same' of leaves .{,2}\['number'\].{,2}:") as seen:
         jax.eval_shape(f, params, batch)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize("choice", ["params", "examples"])
+@pytest.mark.parametrize("kind", ["branch", "loop"])
+def test_what_examples_choose_in_loops_from_constants_is_not_the_same(kind, choice):
+    params, batch = arrays()
+
+    def own(params, batch):
+        total = lax.fori_loop(0, 1, lambda _, x: x + loss(params, batch), jnp.zeros(()))
+        chosen = params["up"][0, 0] if choice == "params" else batch["x"][0, 0]
+        if kind == "branch":
+            found = lax.cond(chosen > 0, lambda: 1.0, lambda: 2.0)
+        else:
+            found = lax.while_loop(lambda x: x < chosen, lambda x: x + 1, 0.0)
+        return total, found
+
+    f = ours(own, has_aux=True, aux="same")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        jax.eval_shape(f, params, batch)
+    assert [str(x.message)[:11] for x in seen] == ["aux='same' "] * (choice == "examples")
+
+
+def test_a_loop_whose_types_differ_without_a_map_is_refused_by_jax():
+    params, batch = arrays()
+
+    def own(params, batch):
+        return lax.fori_loop(0, 1, lambda *_: loss(params, batch), jnp.zeros((), jnp.int8))
+
+    with pytest.raises(TypeError, match="equal types") as refused:
+        jax.eval_shape(ours(own), params, batch)
+    assert "Traced outside of it, it raises TypeError" in "".join(refused.value.__notes__)
 
 
 @pytest.mark.parametrize("constrained", [False, True])

@@ -11,6 +11,7 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.metrics import (
     BucketMetrics,
     PayloadFacts,
+    bucket_metrics,
     summarise,
     vnmse,
     worst_leaf_error,
@@ -53,6 +54,10 @@ def test_errors_do_not_change_with_scale_and_are_f32_in_low_precision():
     assert float(vnmse(estimate, exact)) == pytest.approx(1e-4, rel=0.2)
     scaled = vnmse(8 * estimate, 8 * exact)
     assert float(scaled) == pytest.approx(float(vnmse(estimate, exact)), rel=1e-6)
+    for exponent in (-110, -60, 60, 120):  # squares of f32 have exponents of -126 to 127
+        pair = (x * np.float32(2.0**exponent) for x in (estimate, exact))
+        assert float(vnmse(*pair)) == float(vnmse(estimate, exact))
+    assert float(worst_leaf_error([ONE * 1.5e-30, ONE], [ONE * 1e-30, ONE])) == pytest.approx(0.25)
     for error in (vnmse, worst_leaf_error):  # bf16 keeps 8 bits: a relative error of step²/12
         low = error(exact.astype(jnp.bfloat16), exact)
         assert 1e-6 < float(low) < 5e-6 and low.dtype == jnp.float32 and low.shape == ()
@@ -116,3 +121,23 @@ def test_the_estimate_is_relative_to_the_sum_without_its_error(error, norm, expe
     bucket = BucketMetrics(PayloadFacts(error=error), norm, 0.0)
     found = summarise([bucket], bits_per_coord=2.5, wire_bytes=1)
     np.testing.assert_allclose(found.vnmse, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("scale", "known", "squares"), [
+    (0.0, True, 0.0),
+    (1e-25, False, np.nan),
+    (1e-20, False, 1e-40),
+    (4e-19, True, 16e-38),
+    (1.0, True, 1.0),
+    (1e16, True, 1e32),
+    (1e19, False, np.nan),
+])  # fmt: skip
+def test_squares_that_f32_does_not_hold_make_no_infinite_error(scale, known, squares):
+    """Of coordinates of 1e-20 f32 holds the sum of enough squares, but no square."""
+    size = 2**16
+    value, error = np.full(size, np.float32(scale)), 1e-4 * squares * size
+    found = jax.jit(lambda x: bucket_metrics(x, PayloadFacts(error=error)))(value)
+    told = summarise([found], bits_per_coord=16.0, wire_bytes=0.0)
+    np.testing.assert_allclose(told.norm, squares * size, rtol=1e-5)
+    expected = 1e-4 / (1 - 1e-4) if scale else 0.0
+    np.testing.assert_allclose(told.vnmse, expected if known else np.nan, rtol=1e-5)

@@ -5,7 +5,10 @@ Groups of 2 and 4 processes, of 2 devices each, run `multihost_worker`, which sa
 
 import functools
 import json
+import os
 import re
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import multihost_worker as worker
@@ -13,7 +16,8 @@ import numpy as np
 import pytest
 from asserts import assert_same_bits
 from cases import daily
-from processes import Group, Loopback
+from compiler import FLAGS
+from processes import KEPT, Group, Loopback, coordinator, outputs
 
 DIES = "command_line_dies"
 NAMED = [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
@@ -138,3 +142,17 @@ def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path,
     assert "starting" not in group.said(1)  # one process speaks for all
     record = json.loads((tmp_path / "out" / "tiny-multihost.json").read_text())
     assert record["losses"] == together(2).records[0]["losses"]
+
+
+# --- Restored states ------------------------------------------------------------------------------
+
+
+def test_leaves_of_several_processes_get_other_zeros():
+    """Each process has half of a leaf; to cut its end, and to put on another, needs all of it."""
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=2"
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    worker, address = Path(__file__).with_name("padded_worker.py"), coordinator()
+    commands = [[sys.executable, str(worker), address, str(i)] for i in range(2)]
+    for said, _ in outputs(commands, env):
+        assert re.search(r"^restored [2-9] leaves with other zeros$", said, re.MULTILINE), said

@@ -274,6 +274,18 @@ def test_leaves_go_by_names_that_no_other_leaf_has():
     )  # fmt: skip
 
 
+def test_leaves_that_were_saved_under_joined_names_are_found():
+    state = dq.optax.init(dq.optax.all_reduce("data"), {"a": {"b": jnp.ones(3)}}, mesh_of(2))
+    state = jax.tree.map(lambda x: x + 7, (state, {"a": {"b": jnp.ones(3)}, "c": jnp.ones(2)}))
+    paths = jax.tree_util.tree_leaves_with_path(state)
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    fresh = jax.tree.map(jnp.zeros_like, state)
+    assert_same_bits(dq.optax.restore_state({keystr(path): x for path, x in paths}, fresh), state)
+    twice = {"a": {"b/c": 1.0}, "a/b": {"c": 2.0}}
+    with pytest.raises(ValueError, match="leaf a/b/c is missing"):
+        dq.optax.restore_state(twice, {"a": {"b": {"c": jnp.zeros(())}}})
+
+
 def test_a_first_state_can_be_donated():
     """No array is in it twice, also where init runs operation by operation."""
     optimizer, (params, _) = stateful(), problem(1)

@@ -29,7 +29,7 @@ def windows(inner):
     return optax.MultiSteps(inner, 2).gradient_transformation()
 
 
-def every_other(step):
+def every_other(step, **_):
     return step % 2 == 0
 
 
@@ -89,7 +89,10 @@ def test_a_wrapper_around_that_uses_own_gradients_is_refused_with_a_remedy(name,
     message = rf"{own} is around dq.optax.{function}: it .*{remedy}"
     with pytest.raises(ValueError, match=message):
         traced(optimizer, auto_mesh(), True)
-    if name not in UNTYPED:
+    if name == "apply_if_finite":  # the last version took it
+        with pytest.warns(UserWarning, match=message):
+            traced(optimizer, auto_mesh(), False)
+    elif name not in UNTYPED:
         with pytest.raises(ValueError, match=message):
             traced(optimizer, auto_mesh(), False)
 

@@ -3,10 +3,7 @@
 import dataclasses
 import functools
 import math
-import os
 import re
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +13,9 @@ import optax_steps
 import pytest
 from asserts import assert_close, assert_copies_equal, assert_same_bits, relative_error
 from cases import EXACT, daily, small
-from compiler import FLAGS
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from processes import KEPT, coordinator, outputs
 from workers import auto_mesh, compilations, mesh_of, promoting, put
 
 import dynamiq_jax as dq
@@ -317,17 +312,6 @@ def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n, before):
         found, again = step(found, again, put(means, mesh, P("data")))
     assert_close(again.unpadded(), after_four())
     assert_close(found, after_four())
-
-
-def test_leaves_of_several_processes_get_other_zeros():
-    """Each process has half of a leaf; to cut its end, and to put on another, needs all of it."""
-    env = {name: os.environ[name] for name in KEPT if name in os.environ}
-    flags = f"{FLAGS} --xla_force_host_platform_device_count=2"
-    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
-    worker, address = Path(__file__).with_name("padded_worker.py"), coordinator()
-    commands = [[sys.executable, str(worker), address, str(i)] for i in range(2)]
-    for said, _ in outputs(commands, env):
-        assert re.search(r"^restored [2-9] leaves with other zeros$", said, re.MULTILINE), said
 
 
 def test_what_does_not_fit_is_refused():

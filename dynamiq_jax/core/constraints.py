@@ -1,10 +1,10 @@
-"""Sharding constraints of a loss that runs under a map over the data axes.
+"""Losses for `jax.jit` that JAX refuses under a map over the data axes.
 
-A loss that is written for `jax.jit` may constrain how its arrays are sharded, also over data axes.
-Under a map over these axes JAX refuses such constraints. So this loss is traced outside of the map
-(`record`), where the axes are automatic and its constraints become equations. The equations then
-run inside of the map (`Recorded.run`), with its axes removed from the constraints. No part of JAX
-is replaced.
+Such a loss may constrain how its arrays are sharded, also over data axes. Or a loop of it may start
+from a constant, which is typed as the same on all workers, and carry on with values of a worker's
+own examples. So this loss is traced outside of the map (`record`), where the axes are automatic. It
+becomes equations, which then run inside of the map (`Recorded.run`): the map's axes are removed
+from constraints, and all values are typed as varying. No part of JAX is replaced.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -34,6 +34,9 @@ REMEDY = "call dq.with_sharding_constraint in the place of JAX's function of thi
 _INLINED = "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"
 """Primitives that run the first program in their parameters once. The last two are left where
 nothing is differentiated, as their rules have been applied before."""
+
+_CHECKPOINTS = "checkpoint", "remat2"
+"""Primitives of `jax.checkpoint`, which also run one program once."""
 
 _gathered: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "dynamiq_jax_gathered_axes", default=frozenset()
@@ -130,13 +133,14 @@ class Recorded:
         leaves = self.axis.to_varying(jax.tree.leaves(args))
         return self.structure.unflatten(_replay(self.closed, self.axis, leaves))
 
-    def varying(self, *args: Any) -> Any:
+    def varying(self, *args: Any, choices: bool = True) -> Any:
         """The axes of the map over which each result may vary, from the axes of all arguments.
 
         A result that depends only on collectives' results, constants and arguments without axes is
-        the same on all workers.
+        the same on all workers. Without ``choices`` it also may depend on them in which branch is
+        taken, and in how often a loop runs, as for JAX's types.
         """
-        return self.structure.unflatten(_varying(self.closed, jax.tree.leaves(args)))
+        return self.structure.unflatten(_Varying(choices)(self.closed, jax.tree.leaves(args)))
 
 
 def record(
@@ -237,20 +241,37 @@ def _spec_of(params: dict[str, Any]) -> P:
     return P(*(P.UNCONSTRAINED if i in dims else entry for i, entry in enumerate(entries)))
 
 
-def _varying(program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-    """The axes over which a program's results may vary, from its arguments' axes."""
-    jaxpr, _ = with_constants(program)
-    none = frozenset[str]()
-    known = dict(zip(jaxpr.invars, args, strict=True))
-    read = lambda atom: none if isinstance(atom, Literal) else known.get(atom, none)
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        name, params = name_of(equation), equation.params
-        programs = inner_jaxprs(equation)
-        found = none.union(*operands)
-        if name in _INLINED and programs:
-            known.update(zip(equation.outvars, _varying(programs[0], operands), strict=True))
-            continue
+class _Varying(NamedTuple):
+    """The axes over which results may vary, from the axes of arguments."""
+
+    choices: bool
+    """Whether those of a branch's index and of a loop's condition count."""
+
+    def __call__(self, program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        """The axes of a program's results."""
+        jaxpr, _ = with_constants(program)
+        none = frozenset[str]()
+        known = dict(zip(jaxpr.invars, args, strict=True))
+        read = lambda atom: none if isinstance(atom, Literal) else known.get(atom, none)
+        for equation in jaxpr.eqns:
+            found = self.after(equation, [read(atom) for atom in equation.invars])
+            known.update(zip(equation.outvars, found, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def after(self, equation: JaxprEqn, operands: list[frozenset[str]]) -> list[frozenset[str]]:
+        """The axes of one equation's results."""
+        name, params, programs = name_of(equation), equation.params, inner_jaxprs(equation)
+        if name in (*_INLINED, *_CHECKPOINTS) and programs:
+            return self(programs[0], operands)
+        if name == "cond":
+            choice, *given = operands
+            found = zip(*(self(program, given) for program in programs), strict=True)
+            return [frozenset().union(*own, self.of_choice(choice)) for own in found]
+        if name == "scan":
+            return self.after_scan(equation, operands)
+        if name == "while":
+            return self.after_while(params, operands)
+        found = frozenset[str]().union(*operands)
         if name in ("psum", "pmax", "pmin") and params.get("axis_index_groups") is None:
             found -= {*params["axes"]}
         elif name == "axis_index":
@@ -258,8 +279,51 @@ def _varying(program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str
         for own in (own for program in programs for own in _all_equations(program)):
             if name_of(own) == "axis_index":
                 found |= _names(own.params["axis_name"])
-        known.update(dict.fromkeys(equation.outvars, found))
-    return [read(atom) for atom in jaxpr.outvars]
+        return [found] * len(equation.outvars)
+
+    def of_choice(self, choice: frozenset[str]) -> frozenset[str]:
+        """The axes that a choice adds to what is chosen."""
+        return choice if self.choices else frozenset()
+
+    def after_scan(
+        self, equation: JaxprEqn, operands: list[frozenset[str]]
+    ) -> list[frozenset[str]]:
+        """The axes of a scan's last carry and of its rows."""
+        (program,) = inner_jaxprs(equation)
+        body, _ = with_constants(program)
+        # Versions of JAX say differently how many are which. Rows have an axis more outside.
+        same = lambda x, own: len(x.aval.shape) == len(own.aval.shape)
+        carried = sum(map(same, equation.outvars, body.outvars))
+        last = sum(map(same, equation.invars, body.invars))
+        first = last - carried
+        constants, rows = operands[:first], operands[last:]
+        step = lambda carry: self(program, [*constants, *carry, *rows])
+        return _after_loop(step, operands[first:last])
+
+    def after_while(
+        self, params: dict[str, Any], operands: list[frozenset[str]]
+    ) -> list[frozenset[str]]:
+        """The axes of a loop's last carry."""
+        first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+
+        def step(carry: list[frozenset[str]]) -> list[frozenset[str]]:
+            (goes_on,) = self(params["cond_jaxpr"], [*operands[:first], *carry])
+            found = self(params["body_jaxpr"], [*operands[first:last], *carry])
+            return [own | self.of_choice(goes_on) for own in found]
+
+        return _after_loop(step, operands[last:])
+
+
+def _after_loop(
+    step: Callable[[list[frozenset[str]]], list[frozenset[str]]], carry: list[frozenset[str]]
+) -> list[frozenset[str]]:
+    """The axes of a loop's last carry and of its rows, by ``step``, which gives those of one."""
+    while True:
+        found = step(carry)
+        after = [own | before for own, before in zip(found, carry, strict=False)]
+        if after == carry:
+            return [*carry, *found[len(carry) :]]
+        carry = after
 
 
 def _all_equations(program: Any) -> Iterator[JaxprEqn]:

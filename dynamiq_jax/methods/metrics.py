@@ -11,6 +11,9 @@ from jaxtyping import Array, Float
 
 from dynamiq_jax.core.axis import Axis
 
+_LARGER = 62
+"""The exponent of two by which small coordinates are scaled before they are squared."""
+
 
 class Metrics(NamedTuple):
     """The effect of one `dynamiq_jax.reduce` on a tree: f32 scalars, the same on all workers."""
@@ -20,10 +23,12 @@ class Metrics(NamedTuple):
     Gaussian coordinates, and gradients that are independent between workers until their sum is
     encoded. |sum|² is |result|² minus the expected |error|². It was 0.8 to 1.6 times the true value
     at 2.5 to 5 bits (docs/algorithm.md, section 3). It is infinite if the expected |error|² is all
-    of |result|², and NaN if the method does not know its error, if the squares overflow f32, and
-    with `Hierarchical(inner=...)`, whose inner encodings are not known."""
+    of |result|², and 0 if the result is zero. It is NaN if the method does not know its error, if
+    ``norm`` is NaN or the root mean square of a bucket's coordinates is below 2e-19, whose squares
+    f32 does not hold, and with `Hierarchical(inner=...)`, whose inner encodings are not known."""
     norm: Float[Array, ""] | float
-    """|result|² of the compressed leaves, over finite values; NaN if it overflows f32."""
+    """|result|² of the compressed leaves, over finite values; NaN if f32 does not hold it: above
+    3e38, and below 1e-38 if the result is not zero."""
     nonfinite: Float[Array, ""] | float
     """The number of coordinates of compressed leaves whose result is NaN or infinite."""
     widths: Float[Array, " 17"]
@@ -69,8 +74,12 @@ def bucket_metrics(value: Float[Array, " d"], facts: PayloadFacts) -> BucketMetr
     """Adds one pass over the result to the facts of the method."""
     norm, nonfinite = finite_norm(value), jnp.sum(~jnp.isfinite(value), dtype=jnp.float32)
     # Squares that f32 cannot hold, and results of which nothing is finite, have no norm.
-    norm = jnp.where((norm > 0) & (norm < jnp.inf) | jnp.all(value == 0), norm, jnp.nan)
-    return BucketMetrics(facts, norm, nonfinite)
+    zero = jnp.all(value == 0)
+    norm = jnp.where((norm > 0) & (norm < jnp.inf) | zero, norm, jnp.nan)
+    # Methods tell errors by energies of coordinates, of which f32 loses some if they are smaller.
+    held = (norm >= value.size * 2.0 ** (-2 * _LARGER)) | zero
+    error = jnp.where(held, jnp.asarray(facts.error, jnp.float32), jnp.nan)
+    return BucketMetrics(facts._replace(error=error), norm, nonfinite)
 
 
 def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
@@ -83,8 +92,11 @@ def of_all_parts(own: BucketMetrics, axes: Collection[str]) -> BucketMetrics:
 
 
 def finite_norm(x: Float[Array, "*shape"]) -> Float[Array, ""]:
-    """|x|² over finite values, in f32."""
-    return _squared(jnp.where(jnp.isfinite(x), x, 0))
+    """|x|² over finite values, in f32; also if it is near the smallest number of f32."""
+    finite = jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32)
+    # In one pass; a power of two changes no bits of a sum that f32 holds.
+    norm, larger = _squared(finite), _squared(finite * 2.0**_LARGER)
+    return jnp.where(norm < 2.0**-_LARGER, larger * 2.0 ** (-2 * _LARGER), norm)
 
 
 def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes: float) -> Metrics:
@@ -118,12 +130,13 @@ def compounded(errors: Iterable[float]) -> float:
 def vnmse(estimate, exact) -> Float[Array, ""]:
     """Vector-normalised mean squared error: |estimate - exact|² / |exact|² over a whole pytree.
 
-    Both trees have the same structure; arithmetic is f32. It is zero for two zero trees (unitless).
+    Both trees have the same structure; arithmetic is f32. It is zero for two zero trees, infinite
+    if only ``exact`` is zero, and otherwise does not depend on the scale of the trees (unitless).
     """
-    difference = jax.tree.map(
-        lambda a, b: jnp.asarray(a, jnp.float32) - jnp.asarray(b, jnp.float32), estimate, exact
-    )
-    error, norm = _squared(difference), _squared(exact)
+    unit = _unit(exact)
+    scaled = lambda x: jnp.asarray(x, jnp.float32) * unit
+    difference = jax.tree.map(lambda a, b: scaled(a) - scaled(b), estimate, exact)
+    error, norm = _squared(difference), _squared(jax.tree.map(scaled, exact))
     return jnp.where(error == 0, 0.0, error / norm)
 
 
@@ -143,11 +156,20 @@ def worst_leaf_error(estimate, exact, *, min_size: int = 0) -> Float[Array, ""]:
     """
     errors = jax.tree.leaves(jax.tree.map(vnmse, estimate, exact))
     counted = (
-        jnp.where(_squared(leaf) == 0, 0.0, error)
+        jnp.where(jnp.all(jnp.asarray(leaf, jnp.float32) == 0), 0.0, error)
         for error, leaf in zip(errors, jax.tree.leaves(exact), strict=True)
         if jnp.size(leaf) >= min_size
     )
     return functools.reduce(jnp.maximum, counted, jnp.float32(0))
+
+
+def _unit(tree) -> Float[Array, ""]:
+    """A power of two by which the largest value of a tree is about 1, f32; 1 for a zero tree."""
+    sizes = [
+        jnp.max(jnp.abs(jnp.asarray(x, jnp.float32)), initial=0.0) for x in jax.tree.leaves(tree)
+    ]
+    _, exponent = jnp.frexp(functools.reduce(jnp.maximum, sizes, jnp.float32(0)))
+    return jnp.ldexp(jnp.float32(1), -jnp.clip(exponent, -125, 125))
 
 
 def _squared(tree) -> Float[Array, ""]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -132,7 +133,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
-        ``orbax.checkpoint`` returns if it does not know the type of the tree.
+        ``orbax.checkpoint`` returns if it does not know the type of the tree, or a dict whose keys
+        are leaves' keys joined by slashes.
       fresh: the result of `init` for the same optimizer and parameters on the new workers; the
         result takes the shardings of its leaves.
 
@@ -144,7 +146,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         ``fresh``, or has another shape, and is neither a leaf of `PerWorker` nor a field that
         earlier versions do not have, nor differs only by zeros.
     """
-    old, _ = _by_name(saved), _by_name(fresh)
+    old = _in_words(_by_name(saved), _by_name(fresh))
     parts, treedef = jax.tree_util.tree_flatten_with_path(
         fresh, is_leaf=lambda x: isinstance(x, PerWorker)
     )
@@ -261,6 +263,18 @@ def _by_name(tree: Any) -> dict[Name, Any]:
             )
         found[name] = leaf
     return found
+
+
+def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]:
+    """Saved leaves by the names of ``fresh``, also if their words were joined by slashes."""
+    counts = Counter(map("/".join, saved))
+    found = {"/".join(name): name for name in fresh}
+
+    def own(name: Name) -> Name:
+        joined = "/".join(name)
+        return name if name in fresh or counts[joined] > 1 else found.get(joined, name)
+
+    return {own(name): leaf for name, leaf in saved.items()}
 
 
 def _name(path: tuple) -> Name:

@@ -12,6 +12,7 @@ import optax
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import is_outside
+from dynamiq_jax.core.warned import warn
 
 _FOLDER = os.path.join(os.path.dirname(optax.__file__), "")
 _SCAN = "To reduce once per window, add up its gradients in a scan and call update once"
@@ -45,8 +46,11 @@ _WRAPPERS = {
     ),
 }
 """By name: what the wrapper does, and the remedies for `all_reduce` and for `sharded`."""
-_UNTYPED = {"MultiSteps", "conditionally_mask"}
-"""Wrappers that give the right results where JAX has no types for what differs."""
+_UNTYPED = {"MultiSteps", "conditionally_mask", "apply_if_finite"}
+"""Wrappers that give the right results where JAX has no types for what differs.
+
+`optax.apply_if_finite` does so as long as gradients are finite.
+"""
 
 
 def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
@@ -63,13 +67,18 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     name = _around()
     if name is None:
         return
-    if name in _UNTYPED and not (is_outside(axis, tree) or (axis.mapped and axis.tracked)):
+    typed = is_outside(axis, tree) or (axis.mapped and axis.tracked)
+    if name in _UNTYPED and not typed and (name != "apply_if_finite" or not axis.mapped):
         return
     why, *remedies = _WRAPPERS[name]
     module = {"MultiSteps": "optax", "apply_if_finite": "optax", "mechanize": "optax.contrib"}
     wrapper = f"{module.get(name, 'optax.transforms')}.{name}"
     remedy = remedies[function == "sharded"].format(wrapper)
-    raise ValueError(f"{wrapper} is around dq.optax.{function}: it {why}. {remedy}")
+    message = f"{wrapper} is around dq.optax.{function}: it {why}. {remedy}"
+    if name in _UNTYPED and not typed:
+        warn(message)
+    else:
+        raise ValueError(message)
 
 
 def _around() -> str | None:

@@ -79,7 +79,16 @@ def exact_of(axis: Axis, op: Op) -> Callable:
     return axis.pmean if op == "mean" else axis.psum
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "sent", "asks"))
+class Told(NamedTuple):
+    """What a program is made for, beside its leaves."""
+
+    sent: tuple[float, float] | None
+    """With metrics: the bits per coordinate and the bytes that a worker sends."""
+    asks: bool
+    """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
+
+
+@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "told"))
 def reduce_leaves(
     values: dict[int, Array],
     key: Array | None,
@@ -88,16 +97,14 @@ def reduce_leaves(
     grouping: Grouping,
     axis: Axis,
     op: Op,
-    sent: tuple[float, float] | None,
-    asks: bool,
+    told: Told,
 ) -> tuple[dict[int, Array], list[State], Metrics | None]:
     """Reduces one device's leaves, ``values`` by `Leaf.index`; ``states`` are those of the buckets.
 
-    Returns the sums or means, the next states, and the metrics if ``sent`` has the bits per
-    coordinate and the bytes that a worker sends. ``asks`` is whether the program may ask for its
-    devices (`core.lowering.knows_devices`).
+    Returns the sums or means, the next states, and the metrics if ``told`` has what is sent.
     """
     exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
+    sent = told.sent
     known: list[BucketMetrics] = []
     if axis.size == 1:
         if sent is not None:
@@ -121,7 +128,7 @@ def reduce_leaves(
             # Several large buckets overlap with each other, but not beside a push kernel.
             fits = pushes and route.pushed is not None and nbytes <= route.pushed[1]
             push = route.push if fits else None
-            way = _Way(axis, method, route.flat, divisor, metrics, push, asks)
+            way = _Way(axis, method, route.flat, divisor, metrics, push, told.asks)
             x = concatenate(bucket, values)
             constants = lax.stop_gradient((x, seeds[number], after[number]))
             total, (after[number], facts) = run(*constants, way=way)

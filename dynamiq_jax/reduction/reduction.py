@@ -30,7 +30,7 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.buckets import exact_of, over_open_axes, reduce_leaves, weighted
+from dynamiq_jax.reduction.buckets import Told, exact_of, over_open_axes, reduce_leaves, weighted
 from dynamiq_jax.reduction.checks import (
     check_state,
     check_varying,
@@ -239,8 +239,8 @@ class Reduction:
             routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
             traffic = explain_grouping(grouping, routes)
             sent = traffic.bits_per_coord, traffic.wire_bytes
-        ways = {"grouping": grouping, "axis": axis, "op": op, "sent": sent}
-        run = functools.partial(axis.program(reduce_leaves), **ways, asks=knows_devices())
+        ways = {"grouping": grouping, "axis": axis, "op": op, "told": Told(sent, knows_devices())}
+        run = functools.partial(axis.program(reduce_leaves), **ways)
         if grouping.buckets and around.open:
             opened = told_specs(tree, self.specs, around, grouping)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)

@@ -7,7 +7,7 @@ of its worker.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import Array
@@ -72,27 +72,30 @@ def reduce_terms(
             f"terms are summed outside of maps, and axis {axis.name!r} is mapped here; call psum "
             "after the map, or jax.value_and_grad and dq.psum in it"
         )
-    options = terms.mesh, terms.specs, metrics, knows_devices()
-    return _reduced(total, *options, terms.tree, key, state)
+    told = _Told(terms.mesh, terms.specs, metrics, knows_devices())
+    return _reduced(total, told, terms.tree, key, state)
 
 
-@functools.partial(jax.jit, inline=True, static_argnums=(0, 1, 2, 3, 4))
+class _Told(NamedTuple):
+    """What a program is made for, beside its reduction."""
+
+    mesh: Mesh | AbstractMesh
+    specs: tuple[P, ...]
+    metrics: bool
+    asks: bool
+    """Whether it may ask for its devices (`core.lowering.knows_devices`)."""
+
+
+@functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
 def _reduced(
     total: Reduction,
-    mesh: Mesh | AbstractMesh,
-    specs: tuple[P, ...],
-    metrics: bool,
-    asks: bool,
+    told: _Told,
     tree: Any,
     key: Array | None,
     state: Any,
 ) -> Reduced:
-    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs.
-
-    Traces that may ask for their devices, by ``asks``, are other ones.
-    """
-    del asks
-    axis = total.axis
+    """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs."""
+    axis, (mesh, specs, metrics, _) = total.axis, told
     over = P(axis.name)
     others = axes_above_one(
         [name for name in mesh.axis_names if name not in axis.names], mesh.shape

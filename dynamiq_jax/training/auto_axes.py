@@ -231,7 +231,7 @@ class AutoGrad:
                     loss = lambda p, x: self.loss(p, told.join(x))
                     _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
                 (value, aux), grads, weight = self._differentiated(told, params, arrays)
-            except ValueError as error:
+            except (TypeError, ValueError) as error:  # of types, such as a constant as first carry
                 if "manual" not in str(error).lower():
                     raise
                 raise _RefusedError(params, arrays) from error
@@ -265,7 +265,8 @@ class AutoGrad:
     def _recorded(self, told: StaticArguments, refused: "_RefusedError") -> Recorded:
         """The loss and its derivative, traced where the data axes are automatic.
 
-        Raises JAX's error if that does not go, or if no constraint is the reason for it.
+        Raises JAX's error if that does not go, or if neither a constraint nor a loop or branch
+        whose values are typed differently is the reason for it.
         """
         error, names = refused.__cause__, sorted(self.manual)
         assert error is not None
@@ -278,7 +279,7 @@ class AutoGrad:
                 f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
             )
             raise error from other
-        if not recorded.constrains:
+        if not recorded.constrains and not isinstance(error, TypeError):
             raise error
         if self.suspicious:
             _check_closure(recorded.constants)
@@ -397,8 +398,11 @@ def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, A
     """
     results, grads, weight = recorded.run(params, arrays)
     names = recorded.axis.names
-    every = jax.tree.map(lambda _: frozenset(names), params)
-    varies = recorded.varying(every, list(map(varying_axes, arrays)))[0]
+    own = list(map(varying_axes, arrays))
+    # Parameters are typed as varying, for their gradients' sake. A choice by them is the same.
+    every, none = (jax.tree.map(lambda _, x=x: frozenset(x), params) for x in (names, ()))
+    typed_so = recorded.varying(every, own, choices=False)[0], recorded.varying(none, own)[0]
+    varies = jax.tree.map(frozenset.union, *typed_so)
 
     def typed(x: Array, own: frozenset[str]) -> Array:
         return assume_invarying(x, tuple(name for name in names if name not in own))
