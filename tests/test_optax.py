@@ -286,6 +286,29 @@ def test_leaves_that_were_saved_under_joined_names_are_found():
         dq.optax.restore_state(twice, {"a": {"b": {"c": jnp.zeros(())}}})
 
 
+@pytest.mark.parametrize("how", ["nested", "joined", "half", "joined memories"])
+def test_a_memory_of_more_leaves_is_reset_under_joined_names_too(how):
+    """Other workers may have other buckets; a leaf beside the memory still has its own place."""
+    worker = lambda *shapes: dq.optax.PerWorker([np.ones(shape, "f") for shape in shapes], "data")
+    keystr = functools.partial(jax.tree_util.keystr, simple=True, separator="/")
+    join = lambda tree: {keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(tree)}
+    saved = {"o": {"m": worker((4, 3), (4, 5)), "x": np.ones(2, "f")}}
+    fresh = {"o": {"m": worker((2, 8)), "x": np.zeros(2, "f")}}
+    form = {
+        "nested": lambda tree: tree,
+        "joined": join,
+        "half": lambda tree: {"o": join(tree["o"])},
+        "joined memories": lambda tree: {f"o/{name}": x for name, x in tree["o"].items()},
+    }[how]
+    fresh = jax.tree.map(jnp.asarray, fresh)
+    with pytest.warns(UserWarning, match="o/m was reset, from 4 to 2 workers"):
+        found = dq.optax.restore_state(form(saved), fresh)
+    assert_same_bits(found, {"o": {"m": fresh["o"]["m"], "x": saved["o"]["x"]}})
+    saved["o"]["m/b"] = np.ones(2, "f")
+    with pytest.raises(ValueError, match=r"1 of the 4 leaves .* no place .*m/b"):
+        dq.optax.restore_state(form(saved), fresh)
+
+
 def test_a_first_state_can_be_donated():
     """No array is in it twice, also where init runs operation by operation."""
     optimizer, (params, _) = stateful(), problem(1)

@@ -196,10 +196,10 @@ def _check_places(saved: list[Name], parts: list[tuple[tuple, Any]]) -> None:
     places, memories = set(), []
     for path, part in parts:
         if isinstance(part, PerWorker):
-            memories.append(_name(path))
+            memories.append("/".join((*_name(path), "value", "")))
         leaves, _ = jax.tree_util.tree_flatten_with_path(part)
         places.update(_name((*path, *within)) for within, _ in leaves)
-    inside = lambda name: any(name[: len(own)] == own and name != own for own in memories)
+    inside = lambda name: "/".join((*name, "")).startswith(tuple(memories))  # also if joined
     spare = [_shown(name) for name in saved if name not in places and not inside(name)]
     if spare:
         listed = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
