@@ -53,7 +53,8 @@ def reduce_outside(
             "gradient, and their sum is the gradient already. Pass op='sum', or call dq.psum; a "
             "loss that divides by all of its examples or tokens gives means"
         )
-    if not any(map(unreduced_axes, jax.tree.leaves(tree))):
+    several = axes_above_one(total.axis.names, mesh_of(tree).shape)
+    if several and not any(map(unreduced_axes, jax.tree.leaves(tree))):
         warn(
             f"no leaf is unreduced over axis {name!r}: outside of maps they count as summed "
             "already and are returned as they are. Take gradients by dq.value_and_grad("
@@ -82,6 +83,9 @@ def reduce_unreduced(
     their terms; leaves that the workers split are scattered over them. A state is stacked.
     """
     axis, mesh = total.axis, mesh_of(tree)
+    if state is not None and not axes_above_one(axis.names, mesh.shape):
+        # One worker sends nothing, and JAX has no terms for it: its state stays what it is.
+        return reduce_unreduced(total, tree, key, metrics=metrics)._replace(state=state)
     leaves, treedef = jax.tree.flatten(tree)
     check_axes(tree, axis, mesh)
     moves = [i for i, x in enumerate(leaves) if unreduced_axes(x)]
