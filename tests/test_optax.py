@@ -228,6 +228,27 @@ def test_a_scan_outside_of_maps_carries_a_memory_from_its_first_type_on(way):
     assert jax.tree.map(jnp.shape, after[1]) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_one_worker_keeps_its_state_and_is_not_warned(kind):
+    mesh = mesh_of(1, kind={"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind])
+    feedback = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8)))
+    params, x = {"w": np.ones((16, 16), np.float32)}, np.ones((4, 16), np.float32)
+    state = jax.device_get(jax.jit(lambda: feedback.init_state(params, 1, stacked=True))())
+    loss = lambda params, x: jnp.mean(jnp.square(x @ params["w"]))  # the gradient is 2
+    options = {"axis_name": "data", "compression": feedback}
+
+    def later(params, x, state):
+        _, terms = dq.value_and_grad(loss, **options, reduce=False)(params, x)
+        return dq.reduce(terms, **options, op="sum", state=state)
+
+    with jax.set_mesh(mesh):
+        own = put(params, mesh), put(x, mesh, P("data"))
+        at_once = jax.jit(dq.value_and_grad(loss, **options))(*own, state=state)[1]
+        for found in (at_once, jax.jit(later)(*own, state)):
+            assert_same_bits(jax.device_get(found.tree), {"w": np.full((16, 16), 2, np.float32)})
+            assert_same_bits(*jax.device_get((found.state, state)))
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_a_memory_of_leaves_that_other_axes_split_is_refused_outside_of_maps(kind):
     mesh = mesh_of(4, 2, kind=kind)
