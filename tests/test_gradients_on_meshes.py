@@ -308,12 +308,18 @@ WRONG_STATES = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_STATES)
-@pytest.mark.parametrize("layout", [DATA, LAYOUTS["tensor parallel"]], ids=["data", "model"])
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    daily(
+        itertools.product(("data", "tensor parallel"), WRONG_STATES),
+        [("tensor parallel", name) for name in WRONG_STATES],
+    ),
+)
 @pytest.mark.filterwarnings("ignore:JAX sums gradients of")
 def test_on_explicit_axes_a_state_of_other_leaves_or_of_one_worker_is_refused(layout, name):
     """On Auto axes `test_error_feedback` has them."""
     excluded, stacked, words = WRONG_STATES[name]
+    layout = DATA if layout == "data" else LAYOUTS[layout]
     feedback = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
     placing = {"mesh": layout.make("explicit"), "specs": layout.specs}
     args, n = layout.placed("explicit"), layout.sizes[0]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import inlined
 
 _LARGER = 62
 """The exponent of two by which small coordinates are scaled before they are squared."""
@@ -127,6 +128,7 @@ def compounded(errors: Iterable[float]) -> float:
     return math.prod(1 + e for e in errors) - 1
 
 
+@inlined  # outside of programs its operations would be compiled one by one
 def vnmse(estimate, exact) -> Float[Array, ""]:
     """Vector-normalised mean squared error: |estimate - exact|² / |exact|² over a whole pytree.
 
