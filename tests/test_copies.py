@@ -318,7 +318,7 @@ def random_tree(rng, depth=3):
 
 
 def assert_same(found, expected):
-    """The same tree of the same kinds of leaves, bit for bit."""
+    """Trees must have equal structures, kinds of leaves and bits."""
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)

@@ -562,7 +562,7 @@ def test_constraints_beside_collectives(op):
 
 
 def test_constraints_beside_weights_keys_and_maps():
-    """What a loss without constraints may do: weights, a map over other axes, no closures."""
+    """A loss without constraints may have weights, a map over other axes, no closures."""
     params, batch = arrays()
     mesh = mesh_of(4, 2)
 

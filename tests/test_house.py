@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ import pallas_kernels as pk
 
 ROOT = Path(dq.__file__).parent
 ROOTS = ROOT, Path(pk.__file__).parent
+WRITTEN = *ROOTS, *(ROOT.parent / name for name in ("benchmarks", "examples", "tests"))
+OPENING = re.compile(r'^\s*r?"""(Of|Those|What|The same|Likewise)\b', re.MULTILINE)
 MOST_CLIMBS, MOST_FLOORS = 2, 12
 MOST_LINES, MOST_ARGUMENTS = 60, 7
 
@@ -350,3 +353,9 @@ def test_functions_take_few_arguments():
     internal = [(name, node) for name, node in functions() if name not in public]
     many = {name for name, node in internal if arguments(node) > MOST_ARGUMENTS}
     assert many == MANY_ARGUMENTS
+
+
+def test_docstrings_begin_with_their_subject():
+    files = sorted(file for root in WRITTEN for file in root.rglob("*.py"))
+    found = {str(file): OPENING.findall(file.read_text(encoding="utf-8")) for file in files}
+    assert len(files) > 200 and not {file: words for file, words in found.items() if words}

@@ -86,7 +86,7 @@ def convolved(h, kernel):
 
 
 def unsplit(h):
-    """What flash attention by cuDNN does to types: nothing says how the result is split."""
+    """Types are as after flash attention by cuDNN: nothing says how the result is split."""
     mesh = jax.sharding.get_abstract_mesh()
     return h if mesh.empty else jax.reshard(h, P())
 

@@ -133,7 +133,7 @@ def test_the_estimate_is_relative_to_the_sum_without_its_error(error, norm, expe
     (1e19, False, np.nan),
 ])  # fmt: skip
 def test_squares_that_f32_does_not_hold_make_no_infinite_error(scale, known, squares):
-    """Of coordinates of 1e-20 f32 holds the sum of enough squares, but no square."""
+    """For coordinates of 1e-20, f32 holds the sum of enough squares, but no square."""
     size = 2**16
     value, error = np.full(size, np.float32(scale)), 1e-4 * squares * size
     found = jax.jit(lambda x: bucket_metrics(x, PayloadFacts(error=error)))(value)

@@ -263,7 +263,7 @@ def test_results_that_are_arguments_are_known_through_calls_loops_and_branches()
 
 
 def test_a_change_within_a_transformation_is_still_found():
-    """Of a parameter or a statistic, to a value of each worker's own examples."""
+    """A parameter or a statistic is set to a value of each worker's own examples."""
 
     def scaled(module, x):
         module.out.bias[...] = module.out.bias[...] * jnp.mean(x)

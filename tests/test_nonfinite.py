@@ -179,7 +179,7 @@ def test_finite_gradients_of_any_magnitude_have_finite_sums(name, route):
     ("float16", 2e4, 2e4), ("bfloat16", 2e38, 4.24e37), ("float32", 2e38, 4.24e37),
 ])  # fmt: skip
 def test_sums_beyond_the_largest_number_end_there(dtype, large, mean):
-    """Of f16 only the mean has to fit; those of bf16 and f32 end at the largest number of bf16."""
+    """Only the mean of f16 has to fit; means of bf16 and f32 end at the largest number of bf16."""
     x = jnp.full((8, 8192), large, dtype)
     method = small(dq.DynamiQ())
     run = jax.jit(jax.vmap(lambda x: dq.pmean(x, "d", compression=method), axis_name="d"))

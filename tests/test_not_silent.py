@@ -155,7 +155,7 @@ class Unnoticed:
 
 
 class TestAnotherVersionOfJax:
-    """What the library knows of JAX's private parts is tried before it is used."""
+    """The library's knowledge of JAX's private parts is tried before it is used."""
 
     def gradient_from_outside(self):
         """It would be half of what it should be."""

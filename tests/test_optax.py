@@ -191,7 +191,7 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
 
 
 def outside(mesh, specs):
-    """What a step outside of maps needs: parameters, a batch, and ``step((params, state), x)``."""
+    """A step outside of maps needs parameters, a batch, and ``step((params, state), x)``."""
     rng = np.random.default_rng(0)
     shapes = {"up": (32, 64), "down": (64, 32)}
     params = {name: rng.standard_normal(shape, np.float32) for name, shape in shapes.items()}
@@ -437,7 +437,7 @@ def test_states_keep_their_types(way):
 
 
 def test_a_trainers_own_init_on_explicit_axes():
-    """What TrainState.create and nnx.Optimizer call; then a step."""
+    """TrainState.create and nnx.Optimizer make these calls; then a step."""
     mesh = mesh_of(8, kind=AxisType.Explicit)
     own = dataclasses.replace(EXACT, min_leaf_size=256)
     rule = promoting(optax.adam(1e-2))

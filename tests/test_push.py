@@ -106,7 +106,7 @@ def test_programs_for_devices_that_are_not_known_do_not_push(nvlink):
 
 
 def by_terms(x):
-    """The same sum by gradients of workers, which are summed outside of a map."""
+    """A sum by gradients of workers, which are summed outside of a map."""
     params = jnp.zeros(x.shape[1])
     loss = lambda params, x: jnp.sum(params * x[0]) * 2  # a mean of two workers' losses
 
@@ -118,7 +118,7 @@ def by_terms(x):
 
 
 def by_gradients(x):
-    """The same sum by one function of gradients, which keeps its own program."""
+    """A sum by one function of gradients, which keeps its own program."""
     grad_fn = dq.value_and_grad(lambda params, x: 2 * jnp.mean(x @ params), axis_name="data")
     params = np.zeros(x.shape[1], np.float32)
     return lambda: jax.jit(lambda x: grad_fn(jnp.asarray(params), x)[1])
@@ -149,7 +149,7 @@ def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
 
 
 def test_gradients_push_after_a_trace_for_an_abstract_mesh(nvlink):
-    """Of one function of gradients, which does not take that trace for devices that are known."""
+    """A function of gradients does not take that trace for devices that are known."""
     x, mesh = gradient(5, 2, 10 * 2**14), auto_mesh(2)
     exact, fresh = np.asarray(x).sum(0), by_gradients(x)
     abstract = mesh.abstract_mesh

@@ -381,7 +381,7 @@ def test_runs_of_one_function_share_what_they_compute():
 
 
 def test_small_sums_that_nothing_waits_for_run_when_the_result_is_read():
-    """Those of all functions then stand side by side, and XLA makes one all-reduce of them."""
+    """All functions' exchanges then stand side by side, and XLA makes one all-reduce of them."""
 
     def function(x, y):
         return lax.psum(jnp.exp(lax.psum(x, "data")), "data") + 1, 3 * lax.psum(y, "data")

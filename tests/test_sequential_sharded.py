@@ -246,7 +246,7 @@ def test_both_passes_gather_the_same_bits(key, reshard):
 
 
 def gathers_ahead(traced):
-    """What each layer finds, in the order of the program of a map, and how many gathers it has.
+    """Returns what each layer finds, in the order of a map's program, and how many gathers it has.
 
     How many gathers have begun that the layer takes nothing of, and of how many it takes something.
     """

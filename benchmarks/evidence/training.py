@@ -497,7 +497,7 @@ def invocation() -> dict[str, str]:
 
 
 def settings_of(task: Task, way: Way, seeds: int) -> dict[str, Any]:
-    """What a row is: rows of equal settings have equal figures, up to rounding."""
+    """The settings of a row: rows of equal settings have equal figures, up to rounding."""
     recipe = task.model.recipe
     return {
         "model": task.name, "init": task.model.config.init, "optimiser": "adamw",

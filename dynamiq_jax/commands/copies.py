@@ -66,7 +66,7 @@ class Told(NamedTuple):
 
     @property
     def copy(self) -> "Told":
-        """What all hosts tell alike of a copy."""
+        """The fields that all hosts tell alike of a copy."""
         return self._replace(process=0, whole=False)
 
 

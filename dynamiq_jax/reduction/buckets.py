@@ -80,7 +80,7 @@ def exact_of(axis: Axis, op: Op) -> Callable:
 
 
 class Told(NamedTuple):
-    """What a program is made for, beside its leaves."""
+    """Static facts, beside its leaves, that a program is made for."""
 
     sent: tuple[float, float] | None
     """With metrics: the bits per coordinate and the bytes that a worker sends."""

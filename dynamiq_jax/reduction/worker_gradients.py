@@ -77,7 +77,7 @@ def reduce_terms(
 
 
 class _Told(NamedTuple):
-    """What a program is made for, beside its reduction."""
+    """Static facts, beside its reduction, that a program is made for."""
 
     mesh: Mesh | AbstractMesh
     specs: tuple[P, ...]

@@ -199,7 +199,7 @@ class _Parts(NamedTuple):
     mesh: AbstractMesh
     grouping: Grouping
     split_over: list[tuple[str, ...]]
-    """Of every bucket: the other axes that split its leaves."""
+    """The other axes that split the leaves of each bucket."""
 
     @classmethod
     def of(cls, total: Reduction, tree: Any, mesh: AbstractMesh) -> "_Parts":
