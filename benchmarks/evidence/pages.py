@@ -349,34 +349,41 @@ CLOCK, TOPOLOGIES = "against_the_clock.json", "topologies.json"
 
 def clock_table() -> str:
     """Trainings of `against_the_clock.py`: seconds for all steps and to the target."""
-    lines = [("run, target", "way", "all steps, s", "to the target, s", "less", "last loss")]
+    lines = [("run, target", "way", *CLOCKED)]
     for run in load(CLOCK)["runs"]:
         options, first = run["options"], run["rows"][0]
         title = f"{options['title']}: {options['target']:.3f}"
         for row in run["rows"]:
-            name, end = row["method"], row["target_seconds"]
-            cells = [title * (row is first), f"`{name}`", f"{row['seconds'][-1]:.1f}"]
-            cells += [
-                f"{end:.1f}" if end else "",
-                less((end or math.inf) / first["target_seconds"]),
-            ]
-            lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
+            cells = [title * (row is first), f"`{row['method']}`"]
+            lines.append([*cells, *clocked(run, row, first)])
     return markdown(lines)
 
 
 def topologies_table() -> str:
     """Trainings over several topologies: seconds for all steps and to the first run's target."""
-    lines = [("way", "topology", "links", "all steps, s", "to the target, s", "less", "last loss")]
+    lines = [("way", "topology", "links", *CLOCKED)]
     runs = load(TOPOLOGIES)["runs"]
-    bf16 = runs[0]["rows"][0]["target_seconds"]
+    (bf16,) = runs[0]["rows"]
     for run in runs:
         options, (row,) = run["options"], run["rows"]
-        end, name = row["target_seconds"], STEPS_OF[row["method"]]
-        topology = "native" if run is runs[0] else options["topology"]
-        cells = [name, topology, options["title"].rpartition(", ")[2], f"{row['seconds'][-1]:.0f}"]
-        cells += [f"{end:.0f}" if end else "", less((end or math.inf) / bf16)]
-        lines.append([*cells, f"{np.mean(row['losses'][-options['window'] :]):.3f}"])
+        topology = "native" if row is bf16 else options["topology"]
+        cells = [STEPS_OF[row["method"]], topology, options["title"].rpartition(", ")[2]]
+        lines.append([*cells, *clocked(run, row, bf16)])
     return markdown(lines)
+
+
+CLOCKED = "all steps, s", "to the target, s", "less", "last loss"
+
+
+def clocked(run: Row, row: Row, first: Row) -> list[str]:
+    """The cells of a training by the clock; "less" compares with the row ``first``."""
+    end = row["target_seconds"]
+    return [
+        f"{row['seconds'][-1]:.1f}",
+        f"{end:.1f}" if end else "",
+        less((end or math.inf) / first["target_seconds"]),
+        f"{np.mean(row['losses'][-run['options']['window'] :]):.3f}",
+    ]
 
 
 CURVES = STEPS_OF | {

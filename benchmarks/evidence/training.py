@@ -509,18 +509,17 @@ def settings_of(task: Task, way: Way, seeds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def train_row(task: Task, way: Way, seeds: int, earlier: Mapping[str, Row]) -> Row:
+def train_row(task: Task, way: Way, settings: dict[str, Any], earlier: Mapping[str, Row]) -> Row:
     """A row's settings and figures, beside those of earlier rows of the task, by method."""
     start = time.perf_counter()
-    found = figures(*run_seeds(task, way, seeds))
+    found = figures(*run_seeds(task, way, settings["seeds"]))
     seconds = round(time.perf_counter() - start, 3)
     known = {way.method: found, **earlier}
     apart = difference(found["validation_loss"], known[EXACT]["validation_loss"])
     summary = {"validation": apart, "top1": points(found["top1"], known[EXACT]["top1"])}
     if BF16 in known:
         summary["top1_of_bf16"] = of_reference(found["top1"], known[BF16]["top1"])
-    row = {"settings": settings_of(task, way, seeds)}
-    row["bits_per_coord"] = way.bits_per_coord(task.gradients)
+    row = {"settings": settings, "bits_per_coord": way.bits_per_coord(task.gradients)}
     row |= {"seconds": seconds, **found, "summary": summary}
     print(told(row), flush=True)
     return row
@@ -625,7 +624,7 @@ def main(
             if resume and before:
                 earlier[way.method] = before[-1]
                 continue
-            row = train_row(task, way, seeds, earlier)
+            row = train_row(task, way, settings, earlier)
             earlier[way.method] = row
             kept["rows"].append(row | {"invocation": number})
             file.write_text(json.dumps(kept, indent=1) + "\n")

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax.commands.slots import Kept, Slots
+from dynamiq_jax.tree.leaves import name_of, shown
 
 Tree = TypeVar("Tree")
 Placed = Array | jax.ShapeDtypeStruct
@@ -150,7 +151,7 @@ class Copies:
         header = {
             "step": step, "session": divmod(self._session, 2**32), "number": self._number,
             "processes": n, "process": me, "whole": not moving, "note": note,
-            "leaves": [[_name(path), np.shape(leaf), np.dtype(leaf.dtype).name, impl]
+            "leaves": [[name_of(path), np.shape(leaf), np.dtype(leaf.dtype).name, impl]
                        for (path, leaf), impl in zip(paths, impls, strict=True)],
             "blocks": [[*block, data.size] for block, data in blocks.items()],
         }  # fmt: skip
@@ -286,18 +287,13 @@ def _array(x: Any) -> Any:
     return x if isinstance(x, Array) else np.asarray(x)
 
 
-def _name(path: tuple) -> list[str]:
-    """The words of a leaf's name: a key that has a slash is one word."""
-    return [jax.tree_util.keystr((key,), simple=True) for key in path]
-
-
 def _spans(leaf: Any) -> bool:
     """Whether a leaf lies on devices of several processes."""
     return isinstance(leaf, Array) and not leaf.is_fully_addressable
 
 
 def _check(path: tuple, leaf: Any) -> None:
-    name = _shown(_name(path)) or "the state"
+    name = shown(name_of(path)) or "the state"
     if _spans(leaf) and not isinstance(leaf.sharding, NamedSharding):
         raise ValueError(
             f"{name} has a {type(leaf.sharding).__name__}; place it with a NamedSharding, "
@@ -518,7 +514,7 @@ def _restored(header: Any, pieces: Iterable[Piece], state: Tree) -> Tree:
     """The copy as a tree like ``state``. One leaf at a time is whole on the host."""
     paths, treedef = jax.tree.flatten_with_path(state)
     saved = header["leaves"]
-    _check_names([name for name, *_ in saved], [_name(path) for path, _ in paths])
+    _check_names([name for name, *_ in saved], [list(name_of(path)) for path, _ in paths])
     own = itertools.groupby(pieces, lambda piece: piece[0][0])  # every leaf has a block
     leaves = [
         _placed(_whole(shape, dtype, parts), _impl(header, number), like)
@@ -541,10 +537,8 @@ def _check_names(saved: list[Any], now: list[Any]) -> None:
 
 
 def _shown(name: Any) -> str:
-    """A name for messages."""
-    if isinstance(name, str):
-        return name
-    return "/".join(repr(word) if "/" in word or not word else word for word in name)
+    """A name for messages; version 0.4 joined its words."""
+    return name if isinstance(name, str) else shown(name)
 
 
 def _impl(header: Any, number: int) -> str | None:

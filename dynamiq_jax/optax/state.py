@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.tree.leaves import name_of, shown
 from dynamiq_jax.tree.placement import check_nodes
 
 Tree = TypeVar("Tree")
@@ -154,7 +155,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     notes, later, unpadded = [], _later(fresh), _unpadded(fresh)
     for path, part in parts:
         leaves, inner = jax.tree_util.tree_flatten_with_path(part)
-        names = [_name((*path, *within)) for within, _ in leaves]
+        names = [name_of((*path, *within)) for within, _ in leaves]
         now = [leaf for _, leaf in leaves]
         then = [old.get(name) for name in names]
         if len(names) == 1 and names[0] in unpadded and then[0] is not None:
@@ -165,16 +166,16 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             values = [jax.device_put(x, like.sharding) for x, like in pairs]
         elif then[0] is None and names[0] in later:
             values = [_zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in now]
-            notes.append(f"{_shown(names[0])} was not saved and starts anew")
+            notes.append(f"{shown(names[0])} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
-                f"opt_state: leaf {_shown(names[0])} {has} in what was saved, and this optimizer "
+                f"opt_state: leaf {shown(names[0])} {has} in what was saved, and this optimizer "
                 f"has {now[0].shape}; pass the optimizer and the parameters that it was saved with"
             )
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in now):
             raise ValueError(
-                f"opt_state: {_shown(names[0])} starts anew, and this state has its shape alone; "
+                f"opt_state: {shown(names[0])} starts anew, and this state has its shape alone; "
                 "pass the state that dq.optax.init makes of arrays"
             )
         else:
@@ -183,7 +184,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             shapes = [jnp.shape(x) for x in then if x is not None]
             if len(shapes) == len(now):
                 note = f"was reset, from {shapes[0][0]} to {workers}"
-            notes += [] if part.renews else [f"{_shown(_name(path))} {note}"]
+            notes += [] if part.renews else [f"{shown(name_of(path))} {note}"]
         done.append(jax.tree.unflatten(inner, values))
     _check_places(list(old), parts)
     if notes:
@@ -196,11 +197,11 @@ def _check_places(saved: list[Name], parts: list[tuple[tuple, Any]]) -> None:
     places, memories = set(), []
     for path, part in parts:
         if isinstance(part, PerWorker):
-            memories.append("/".join((*_name(path), "value", "")))
+            memories.append("/".join((*name_of(path), "value", "")))
         leaves, _ = jax.tree_util.tree_flatten_with_path(part)
-        places.update(_name((*path, *within)) for within, _ in leaves)
+        places.update(name_of((*path, *within)) for within, _ in leaves)
     inside = lambda name: "/".join((*name, "")).startswith(tuple(memories))  # also if joined
-    spare = [_shown(name) for name in saved if name not in places and not inside(name)]
+    spare = [shown(name) for name in saved if name not in places and not inside(name)]
     if spare:
         listed = ", ".join(spare[:4]) + (f" and {len(spare) - 4} more" if len(spare) > 4 else "")
         raise ValueError(
@@ -224,13 +225,13 @@ def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
 def _later(fresh: Any) -> set[Name]:
     """The names of leaves that states of earlier versions do not have."""
     key = jax.tree_util.GetAttrKey
-    return {_name((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
+    return {name_of((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
 
 
 def _unpadded(fresh: Any) -> dict[Name, tuple[int, ...]]:
     """The shapes of leaves that may have zeros at their ends, without these."""
     pairs = ((path, part.shapes()) for path, part in _parts(fresh))
-    return {_name((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
+    return {name_of((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
 
 
 def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
@@ -255,10 +256,10 @@ def _by_name(tree: Any) -> dict[Name, Any]:
     """The leaves of a tree; refuses one with two leaves of one name."""
     found: dict[Name, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        name = _name(path)
+        name = name_of(path)
         if name in found:
             raise ValueError(
-                f"opt_state: two leaves have the name {_shown(name)}, and leaves are restored by "
+                f"opt_state: two leaves have the name {shown(name)}, and leaves are restored by "
                 "name; give the children of a node different keys"
             )
         found[name] = leaf
@@ -275,16 +276,6 @@ def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]
         return name if name in fresh or counts[joined] > 1 else found.get(joined, name)
 
     return {own(name): leaf for name, leaf in saved.items()}
-
-
-def _name(path: tuple) -> Name:
-    """The words of a leaf's name, the same for all kinds of nodes; a key with slashes is one."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
-def _shown(name: Name) -> str:
-    """A name for messages."""
-    return "/".join(repr(word) if "/" in word else word for word in name)
 
 
 def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:

@@ -6,7 +6,7 @@ workers, where a trainer expects the same on all.
 
 import os
 import sys
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import optax
 
@@ -18,39 +18,57 @@ _FOLDER = os.path.join(os.path.dirname(optax.__file__), "")
 _SCAN = "To reduce once per window, add up its gradients in a scan and call update once"
 _AFTER = "Pass optax.chain(dq.optax.all_reduce(...), {0}(inner, ...))"
 _INSIDE = "Pass dq.optax.sharded({0}(inner, ...), ...)"
+
+
+class _Wrapper(NamedTuple):
+    """A wrapper of optax around `all_reduce` or `sharded`."""
+
+    module: str
+    why: str
+    """The reason: it does this there."""
+    after: str
+    """The remedy for `all_reduce`."""
+    inside: str
+    """The remedy for `sharded`."""
+    untyped: Literal["trains", "warns", "raises"] = "raises"
+    """The consequence where JAX has no types for what differs between workers."""
+
+
 _WRAPPERS = {
-    "MultiSteps": (
+    "MultiSteps": _Wrapper(
+        "optax",
         "adds up each worker's own gradients, in a state that is typed as the same on all workers",
         f"{_AFTER}. {_SCAN}",
         f"{_INSIDE}. {_SCAN}",
+        untyped="trains",
     ),
-    "apply_if_finite": (
+    "apply_if_finite": _Wrapper(
+        "optax",
         "skips steps by each worker's own gradients, so that some workers would wait for others",
         _AFTER,
         "Leave it out: dq.optax.sharded skips steps whose gradients are not finite",
+        untyped="warns",  # it trains as long as gradients are finite
     ),
-    "conditionally_mask": (
+    "conditionally_mask": _Wrapper(
+        "optax.transforms",
         "returns zeros in some steps, which are typed as each worker's own, like its gradients",
         _AFTER,
         _INSIDE,
+        untyped="trains",
     ),
-    "conditionally_transform": (
+    "conditionally_transform": _Wrapper(
+        "optax.transforms",
         "returns each worker's own gradients in some steps",
         _AFTER,
         _INSIDE,
     ),
-    "mechanize": (
+    "mechanize": _Wrapper(
+        "optax.contrib",
         "scales updates by each worker's own gradients",
         _AFTER,
         f"It needs whole gradients, which dq.optax.all_reduce has. {_AFTER}",
     ),
 }
-"""By name: what the wrapper does, and the remedies for `all_reduce` and for `sharded`."""
-_UNTYPED = {"MultiSteps", "conditionally_mask", "apply_if_finite"}
-"""Wrappers that give the right results where JAX has no types for what differs.
-
-`optax.apply_if_finite` does so as long as gradients are finite.
-"""
 
 
 def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
@@ -67,18 +85,17 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     name = _around()
     if name is None:
         return
+    wrapper = _WRAPPERS[name]
     typed = is_outside(axis, tree) or (axis.mapped and axis.tracked)
-    if name in _UNTYPED and not typed and (name != "apply_if_finite" or not axis.mapped):
+    then = "raises" if typed else wrapper.untyped
+    if then == "trains" or (then == "warns" and not axis.mapped):  # `init` need not warn, too
         return
-    why, *remedies = _WRAPPERS[name]
-    module = {"MultiSteps": "optax", "apply_if_finite": "optax", "mechanize": "optax.contrib"}
-    wrapper = f"{module.get(name, 'optax.transforms')}.{name}"
-    remedy = remedies[function == "sharded"].format(wrapper)
-    message = f"{wrapper} is around dq.optax.{function}: it {why}. {remedy}"
-    if name in _UNTYPED and not typed:
-        warn(message)
-    else:
+    full = f"{wrapper.module}.{name}"
+    remedy = (wrapper.inside if function == "sharded" else wrapper.after).format(full)
+    message = f"{full} is around dq.optax.{function}: it {wrapper.why}. {remedy}"
+    if then == "raises":
         raise ValueError(message)
+    warn(message)
 
 
 def _around() -> str | None:

@@ -127,6 +127,16 @@ def _described(index: int, keys: tuple, x) -> Leaf:
     return Leaf(index, name, shape, dtype, varying_axes(x), path=path, whole=shape)
 
 
+def name_of(path: tuple) -> tuple[str, ...]:
+    """The words of a leaf's name, the same for all kinds of nodes; a key with slashes is one."""
+    return tuple(keystr((key,), simple=True) for key in path)
+
+
+def shown(name: Sequence[str]) -> str:
+    """A name of `name_of` for messages."""
+    return "/".join(repr(word) if "/" in word or not word else word for word in name)
+
+
 def holds_numbers(dtype) -> bool:
     """Whether `jax.lax.psum` takes leaves of this dtype, or Python type, as numbers."""
     return jnp.issubdtype(dtype, np.number) or dtype in (bool, jax.dtypes.float0)
