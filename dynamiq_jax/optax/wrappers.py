@@ -25,7 +25,7 @@ class _Wrapper(NamedTuple):
 
     module: str
     why: str
-    """The reason: it does this there."""
+    """Its effect there."""
     after: str
     """The remedy for `all_reduce`."""
     inside: str
