@@ -6,6 +6,7 @@ import jax
 
 from pallas_kernels._compat import RUNS_MOSAIC, runs_triton, triton
 from pallas_kernels.format import WireFormat
+from pallas_kernels.peers import connected, disabled
 
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
@@ -141,15 +142,22 @@ def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
         why = needs
     elif n_processes > 1:
         why = f"GPUs of one process, and there are {n_processes} processes"
-    elif outside:
-        why = None
-    elif not set(names) <= set(mesh.axis_names) == set(mesh.manual_axes):
+    elif (setting := disabled()) is not None:
+        why = f"GPUs that reach each other's memory, and the environment has {setting}"
+    elif not (outside or set(names) <= set(mesh.axis_names) == set(mesh.manual_axes)):
         why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
-    elif mesh.size > MOST_WORKERS:
+    elif not outside and mesh.size > MOST_WORKERS:
         why = f"meshes of up to {MOST_WORKERS} devices, and this one has {mesh.size}"
+    elif not _connected(MOST_WORKERS if outside else mesh.size):
+        why = "NVLink between all GPUs, and CUDA reports pairs without it"
     else:
         why = None
     return why
+
+
+def _connected(count: int) -> bool:
+    """Whether NVLink connects the first GPUs of this process, up to ``count``."""
+    return connected(tuple(device.local_hardware_id for device in jax.devices()[:count]))
 
 
 def _on_nvidia() -> bool:

@@ -182,6 +182,23 @@ def test_small_buckets_travel_natively_where_all_links_are_fast(hosts, kind):
     assert dq.explain(small, 8, compression=forced, verbose=False).rows[0].route == "compressed"
 
 
+@pytest.mark.parametrize(("name", "value", "fast"), [
+    ("NCCL_P2P_DISABLE", "1", False),
+    ("NCCL_P2P_DISABLE", "0", True),
+    ("NCCL_P2P_LEVEL", "loc", False),
+    ("NCCL_P2P_LEVEL", "NVL", True),
+])  # fmt: skip
+@pytest.mark.parametrize("processes", [1, 2])
+def test_links_are_not_fast_where_nccl_may_not_use_them(
+    name, value, fast, processes, hosts, monkeypatch
+):
+    hosts(processes, devices())
+    monkeypatch.setenv(name, value)
+    assert links.fast_links() == fast
+    large = jax.ShapeDtypeStruct((psum_bytes(8) // 2 - 1,), jnp.bfloat16)
+    assert dq.explain(large, 8, verbose=False).rows[0].route.startswith("exact") == fast
+
+
 # Where compression starts to pay
 
 

@@ -416,6 +416,10 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
         several.setattr(jax, "process_count", lambda: 2)
         with pytest.raises(NotImplementedError, match=f"one process.* 2 processes; {remedy}"):
             backend.check_push(("data",))
+    with monkeypatch.context() as disabled:
+        disabled.setenv("NCCL_P2P_DISABLE", "1")
+        with pytest.raises(NotImplementedError, match=f"has NCCL_P2P_DISABLE=1; {remedy}"):
+            backend.check_push(("data",))
 
 
 @pytest.mark.parametrize(("sizes", "manual", "refused"), [
@@ -426,7 +430,8 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
 def test_push_kernels_take_meshes_that_are_mapped_wholly(sizes, manual, refused, monkeypatch):
     monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
     monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
-    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+    gpu = SimpleNamespace(compute_capability="9.0", local_hardware_id=0)
+    monkeypatch.setattr(jax, "devices", lambda: [gpu])
     mesh = AbstractMesh(sizes, ("a", "b"))
     with jax.sharding.use_abstract_mesh(mesh):  # what is not called in a map may push in one
         assert pk.needs_of_push() is None

@@ -98,6 +98,7 @@ STEPS_OF = {
     "dp:mxfp8": "MXFP8",
     "dp:mxfp4": "MXFP4",
     "dp:5": SHOWN["dp:5"],
+    "dp:4": "data parallel, 4 bits",
     "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
     "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
     "xla-fsdp": "XLA's FSDP",
@@ -285,7 +286,9 @@ LOSSES_OF = {
     "bf16-zero": BF16,
     "bf16-fsdp": BF16,
     "dp:mxfp8": "mxfp8",
+    "dp:mxfp4": "mxfp4",
     "dp:5": "dynamiq:5",
+    "dp:4": "dynamiq:4",
     "zero-pipeline:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
     "zero-pipeline:4d/2.5": "dynamiq-dither:4/dynamiq-dither:2.5",
     "fsdp:5/8": "dynamiq:5/dynamiq:8/whole",
@@ -342,6 +345,46 @@ def time_to_loss_table() -> str:
         cells += [less(ratio * share) for share in shares]
         lines.append([STEPS_OF[way], *cells])
     return markdown(lines)
+
+
+STEP_ALONE = "step_time_pipeline.json"
+"""Its first run has a step without gradient exchange and bf16 psum, on two GPUs."""
+
+
+def estimates_table() -> str:
+    """Steps to bf16's loss of all methods, and estimates of their time over several links.
+
+    A step is one without gradient exchange, followed by the all-reduce of all gradients. This one
+    takes as many times longer than the one that was measured as it has more bytes. Methods are
+    sorted by their time over host memory, and those that miss the loss by their last one.
+    """
+    rows = {row["settings"]["method"]: row for row in loss_rows(LOSSES["large"])}
+    curves = {method: np.array(row["training_loss"]) for method, row in rows.items()}
+    means = {method: curve.mean(axis=0) for method, curve in curves.items()}
+    steps, last = steps_to_loss(means, CURVE_WINDOW), {m: c[:, -1] for m, c in curves.items()}
+    alone, psum = load(STEP_ALONE)["runs"][0]["rows"][:2]
+    times = {
+        run["links"]: {
+            method: alone["step_ms"] + row["time_us"] / 1e3 * psum["wire_bytes"] / row["size_bytes"]
+            for method, row in by_method(run).items()
+        }
+        for run in load(TRANSPORTS)["runs"]
+    }
+    lines = []
+    for method in curves.keys() & times["host memory"].keys():
+        percent = 100 * (last[method] / last[BF16] - 1)
+        loss, error = percent.mean(), percent.std(ddof=1) / len(percent) ** 0.5
+        ratio = steps[method] / steps[BF16]
+        shares = [ratio * own[method] / own[BF16] for own in times.values()]
+        reached = not math.isinf(ratio)
+        cells = [f"{ratio:.2f}", *(f"{share:.2f}" for share in shares)] if reached else []
+        order = (shares[[*times].index("host memory")], loss)
+        shown = "" if method == BF16 else with_error(loss, error)
+        bits = f"{rows[method]['bits_per_coord']:.2f}"
+        cells = cells or ["not reached", *("–" for _ in shares)]
+        lines.append((order, (titled(method), bits, shown, *cells)))
+    head = ("method, name", "wire bits", "last training loss, %", "steps", *times)
+    return markdown([head, *(line for _, line in sorted(lines))])
 
 
 CLOCK, TOPOLOGIES = "against_the_clock.json", "topologies.json"
@@ -621,7 +664,7 @@ def texts() -> dict[Path, str]:
     """The pages, as they should be."""
     found = {
         DOCS / "comparison.md": {name: table(name) for name in LOSSES}
-        | {"transports": transport_table()},
+        | {"transports": transport_table(), "estimates": estimates_table()},
         DOCS / "multihost.md": {
             "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
         },

@@ -2,6 +2,8 @@
 
 import jax
 
+from pallas_kernels.peers import disabled
+
 
 def in_one_domain() -> bool:
     """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
@@ -13,7 +15,11 @@ def in_one_domain() -> bool:
 
 
 def fast_links() -> bool:
-    """Whether NVLink connects all GPUs: one domain, and GPUs that are only built with NVLink."""
+    """Whether NVLink connects all GPUs, and NCCL may use it.
+
+    It does if the GPUs are in one domain, and of a kind that is only built with NVLink.
+    """
     kind = jax.devices()[0].device_kind
     known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
-    return in_one_domain() and "PCIe" not in kind and any(name in kind for name in known)
+    built = "PCIe" not in kind and any(name in kind for name in known)
+    return built and in_one_domain() and disabled() is None

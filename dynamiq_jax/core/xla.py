@@ -27,6 +27,7 @@ from typing import Any
 import jax
 
 from dynamiq_jax.core.links import in_one_domain
+from pallas_kernels.peers import disabled
 
 _FLAG = "xla_gpu_collective_permute_mode"
 _COPIES: dict[str, Any] = {_FLAG: "COLLECTIVES_PEER_MEMORY"}
@@ -155,9 +156,9 @@ def compiled_by(options: Mapping[str, Any]) -> Iterator[None]:
 def compiler_options() -> dict[str, Any]:
     """Names and values of compiler options, except those that this JAX does not know.
 
-    The result is empty on one device, and on devices other than GPUs. With several processes or
-    ``NCCL_P2P_DISABLE=1`` there are no copy engines. Between hosts the function sets
-    `_OWN_CHANNELS` and `_SOCKETS` for this process, unless the user has set them.
+    The result is empty on one device, and on devices other than GPUs. With several processes,
+    ``NCCL_P2P_DISABLE=1`` or ``NCCL_P2P_LEVEL=LOC`` there are no copy engines. Between hosts the
+    function sets `_OWN_CHANNELS` and `_SOCKETS` for this process, unless the user has set them.
     """
     if jax.default_backend() != "gpu" or jax.device_count() == 1:
         return {}
@@ -219,10 +220,9 @@ def copy_engines() -> str | None:
 
 
 def _peers() -> bool:
-    """Whether there are GPUs that can read each other's memory."""
-    if jax.default_backend() != "gpu" or os.environ.get("NCCL_P2P_DISABLE", "0") == "1":
-        return False
-    return jax.process_count() == 1 and jax.device_count() > 1
+    """Whether there are GPUs that may read each other's memory."""
+    several = jax.process_count() == 1 and jax.device_count() > 1
+    return several and jax.default_backend() == "gpu" and disabled() is None
 
 
 @functools.cache
