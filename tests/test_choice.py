@@ -196,7 +196,9 @@ def test_links_are_not_fast_where_nccl_may_not_use_them(
     monkeypatch.setenv(name, value)
     assert links.fast_links() == fast
     large = jax.ShapeDtypeStruct((psum_bytes(8) // 2 - 1,), jnp.bfloat16)
-    assert dq.explain(large, 8, verbose=False).rows[0].route.startswith("exact") == fast
+    explanation = dq.explain(large, 8, verbose=False)
+    assert explanation.rows[0].route.startswith("exact") == fast
+    assert (f"counts as slow, since the environment has {name}" in explanation.reason) != fast
 
 
 # Where compression starts to pay

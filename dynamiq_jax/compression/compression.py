@@ -19,7 +19,7 @@ from dynamiq_jax.compression.routes import Route, TwoLevels
 from dynamiq_jax.compression.ways import bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
-from dynamiq_jax.core.links import fast_links
+from dynamiq_jax.core.links import fast_links, slow_by_choice
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
@@ -166,6 +166,8 @@ class Compression(Options):
             topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
             reason = f"{reason}; {how}" if how else reason
         fast = here and fast_links()
+        if here and (setting := slow_by_choice()) is not None:
+            reason += f"; NVLink counts as slow, since the environment has {setting}"
         method = method.over_fast_links() if fast else method
         runner = method
         if topology is not None:

@@ -15,11 +15,18 @@ def in_one_domain() -> bool:
 
 
 def fast_links() -> bool:
-    """Whether NVLink connects all GPUs, and NCCL may use it.
+    """Whether NVLink connects all GPUs, and NCCL may use it."""
+    return _nvlink() and disabled() is None
 
-    It does if the GPUs are in one domain, and of a kind that is only built with NVLink.
-    """
+
+def slow_by_choice() -> str | None:
+    """The setting by which NCCL may not use the NVLink that connects all GPUs, else `None`."""
+    return disabled() if _nvlink() else None
+
+
+def _nvlink() -> bool:
+    """Whether the GPUs are in one domain, and of a kind that is only built with NVLink."""
     kind = jax.devices()[0].device_kind
     known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
     built = "PCIe" not in kind and any(name in kind for name in known)
-    return built and in_one_domain() and disabled() is None
+    return built and in_one_domain()
