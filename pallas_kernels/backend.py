@@ -148,16 +148,11 @@ def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
         why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
     elif not outside and mesh.size > MOST_WORKERS:
         why = f"meshes of up to {MOST_WORKERS} devices, and this one has {mesh.size}"
-    elif not _connected(MOST_WORKERS if outside else mesh.size):
+    elif not connected(jax.devices()[: MOST_WORKERS if outside else mesh.size]):
         why = "NVLink between all GPUs, and CUDA reports pairs without it"
     else:
         why = None
     return why
-
-
-def _connected(count: int) -> bool:
-    """Whether NVLink connects the first GPUs of this process, up to ``count``."""
-    return connected(tuple(device.local_hardware_id for device in jax.devices()[:count]))
 
 
 def _on_nvidia() -> bool:

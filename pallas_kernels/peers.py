@@ -8,6 +8,8 @@ import ctypes
 import functools
 import itertools
 import os
+from collections.abc import Sequence
+from typing import Any
 
 _NEVER = {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}
 """NCCL's environment variables, and the values by which GPUs never read each other's memory."""
@@ -26,13 +28,18 @@ def disabled() -> str | None:
     return None
 
 
-@functools.cache
-def connected(ordinals: tuple[int, ...]) -> bool:
+def connected(devices: Sequence[Any]) -> bool:
     """Whether NVLink connects all pairs of GPUs; where the driver cannot be asked, it is assumed.
 
     Args:
-      ordinals: CUDA's numbers of GPUs that this process sees.
+      devices: JAX's devices, NVIDIA GPUs of this process.
     """
+    return _all_connected(tuple(device.local_hardware_id for device in devices))
+
+
+@functools.cache
+def _all_connected(ordinals: tuple[int, ...]) -> bool:
+    """`connected` of GPUs by CUDA's numbers."""
     return all(_attribute(*pair) != 0 for pair in itertools.permutations(ordinals, 2))
 
 

@@ -34,7 +34,12 @@ def filled(topology):
 
 def devices(count=8, platform="gpu", kind="NVIDIA H200", domains=1):
     return [
-        SimpleNamespace(platform=platform, device_kind=kind, slice_index=i * domains // count)
+        SimpleNamespace(
+            platform=platform,
+            device_kind=kind,
+            slice_index=i * domains // count,
+            local_hardware_id=i,
+        )
         for i in range(count)
     ]
 

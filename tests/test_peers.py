@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
+from dynamiq_jax.core import links
 from pallas_kernels import backend, peers
 
 
@@ -43,8 +44,7 @@ def test_push_kernels_need_nvlink_between_all_gpus(linked, size, runs, monkeypat
     monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
     gpus = [SimpleNamespace(compute_capability="9.0", local_hardware_id=i) for i in range(4)]
     monkeypatch.setattr(jax, "devices", lambda: gpus)
-    monkeypatch.setattr(peers, "connected", peers.connected.__wrapped__)
-    monkeypatch.setattr(backend, "connected", peers.connected)
+    monkeypatch.setattr(peers, "_all_connected", peers._all_connected.__wrapped__)
     attribute = (lambda *pair: None) if linked is None else (lambda *pair: int(pair in linked))
     monkeypatch.setattr(peers, "_attribute", attribute)
     assert (pk.needs_of_push() is None) == (linked is None)  # outside of maps: all four
@@ -76,3 +76,16 @@ def test_a_driver_that_cannot_be_asked_says_nothing(driver, answer, monkeypatch)
 
     monkeypatch.setattr(peers.ctypes, "CDLL", load)
     assert peers._attribute(2, 3) == answer
+
+
+@pytest.mark.parametrize(("processes", "linked"), [(1, False), (1, True), (2, False)])
+def test_links_of_a_virtual_machine_are_fast_where_the_driver_has_nvlink(
+    processes, linked, monkeypatch
+):
+    """The driver tells nothing of GPUs that belong to other processes."""
+    kind = {"platform": "gpu", "device_kind": "NVIDIA H200", "slice_index": 0}
+    gpus = [SimpleNamespace(local_hardware_id=i, **kind) for i in range(2)]
+    monkeypatch.setattr(jax, "devices", lambda: gpus)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    monkeypatch.setattr(peers, "_all_connected", lambda ordinals: linked and ordinals == (0, 1))
+    assert links.fast_links() == (linked or processes > 1)

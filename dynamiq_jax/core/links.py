@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels.peers import disabled
+from pallas_kernels.peers import connected, disabled
 
 
 def in_one_domain() -> bool:
@@ -25,8 +25,12 @@ def slow_by_choice() -> str | None:
 
 
 def _nvlink() -> bool:
-    """Whether the GPUs are in one domain, and of a kind that is only built with NVLink."""
-    kind = jax.devices()[0].device_kind
+    """Whether the GPUs are in one domain, and of a kind that is only built with NVLink.
+
+    A virtual machine may have such GPUs without their links: CUDA tells this of one process's GPUs.
+    """
+    devices = jax.devices()
+    kind = devices[0].device_kind
     known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
     built = "PCIe" not in kind and any(name in kind for name in known)
-    return built and in_one_domain()
+    return built and in_one_domain() and (jax.process_count() > 1 or connected(devices))
