@@ -19,6 +19,7 @@ from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.optax import liec
 
 N = 8
 SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile
@@ -215,6 +216,13 @@ def test_a_memory_of_all_workers_inside_of_a_map_is_refused():
     message = r"array \(8, .* pass dq\.optax\.state_specs\(opt_state\) as the specs"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(jax.shard_map(optimizer.update, **maps), params, state)
+
+
+def test_liec_outside_of_maps_is_refused():
+    optimizer, (params, _) = liec.liec(optax.sgd(0.1), "data"), problem(1)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    with pytest.raises(ValueError, match=r"liec found no map over axis 'data'; call update under"):
+        optimizer.update(params, state)
 
 
 def test_parameters_on_other_devices_than_the_mesh_are_refused():
