@@ -516,6 +516,21 @@ def test_explicit_gradients_are_those_of_one_device(name, layout):
         assert own.sharding.is_equivalent_to(arg.sharding, own.ndim)
 
 
+def test_explicit_shards_of_one_worker_are_whole():
+    """JAX tells the size of an axis of one device outside of maps, too."""
+    mesh = workers.mesh_of(1, kind=EXPLICIT)
+    layers, x = problem()
+    each = in_backward(axis_name="data", compression=TYPED, gather=dq.F32())
+    loss = dq.value_and_grad(
+        partial(checkpointed, each=each), axis_name="data", compression=TYPED, gather=False
+    )
+    with jax.set_mesh(mesh):
+        args = put(layers, mesh, stacked(SPECS)), put(x, mesh, P("data"))
+        found = jax.jit(loss)(*args)
+    plain = jax.jit(jax.value_and_grad(partial(checkpointed, each=lambda w: w)))
+    assert_close(found, plain(*problem()), atol=1e-6)
+
+
 def test_explicit_shards_outside_of_the_layers_are_named():
     mesh = mesh_of("data", kind=EXPLICIT)
 

@@ -19,6 +19,7 @@ from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.optax import liec
 
 N = 8
 SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile
@@ -26,6 +27,7 @@ MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
 POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
 REDUCED = dq.optax.all_reduce("data", compression=dq.F32())
+SHARDED = promoting(dq.optax.sharded(optax.sgd(0.1), "data", compression=EXACT, differences=EXACT))
 SGD = promoting(optax.sgd(0.1, momentum=0.9))
 """Its updates have the scale of gradients, where Adam's are the same for a sum and a mean."""
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
@@ -190,6 +192,46 @@ def test_a_memory_that_was_not_saved_starts_anew_and_leaves_that_do_not_fit_are_
     assert dq.optax.all_reduce("data").init(params).memory is None
 
 
+def test_a_restored_leaf_is_placed_as_the_fresh_one():
+    """JAX moves arrays that nobody has put anywhere to the mesh of the others."""
+    params, batches = problem(1)
+    state, step = started(SHARDED, auto_mesh())
+    params = jax.tree.map(jnp.asarray, params)
+    fresh = {"step": 0, "rows": np.arange(3), "key": KEY, "params": params, "opt_state": state}
+    saved = jax.device_get(fresh | {"step": jnp.int32(7), "rows": np.arange(3) + 4})
+    found = dq.optax.restore_state(saved, fresh)
+    assert type(found["step"]) is int and found["step"] == 7
+    assert found["rows"].dtype == np.int64 and found["rows"].tolist() == [4, 5, 6]
+    assert_same_bits(*(jax.random.key_data(x["key"]) for x in (found, fresh)))
+    x = batches[0]
+    assert_same_bits(step(found["params"], found["opt_state"], x), step(params, state, x))
+
+
+def test_a_memory_of_all_workers_inside_of_a_map_is_refused():
+    """With `P()` for the state, every worker would go on from the memory of the first one."""
+    params, _ = problem(1)
+    optimizer = dq.optax.all_reduce("data", compression=SCALED)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    maps = {"mesh": auto_mesh(), "in_specs": P(), "out_specs": P(), "check_vma": False}
+    message = r"array \(8, .* pass dq\.optax\.state_specs\(opt_state\) as the specs"
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jax.shard_map(optimizer.update, **maps), params, state)
+
+
+def test_liec_outside_of_maps_is_refused():
+    optimizer, (params, _) = liec.liec(optax.sgd(0.1), "data"), problem(1)
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    with pytest.raises(ValueError, match=r"liec found no map over axis 'data'; call update under"):
+        optimizer.update(params, state)
+
+
+def test_parameters_on_other_devices_than_the_mesh_are_refused():
+    there = jax.device_put(problem(1)[0], jax.devices()[0])
+    message = r"params are not on the 8 devices of the mesh; pass jax\.device_put\(params"
+    with pytest.raises(ValueError, match=message):
+        dq.optax.init(SHARDED, there, auto_mesh())
+
+
 def outside(mesh, specs):
     """A step outside of maps needs parameters, a batch, and ``step((params, state), x)``."""
     rng = np.random.default_rng(0)
@@ -237,9 +279,10 @@ def test_one_worker_keeps_its_state_and_is_not_warned(kind):
     loss = lambda params, x: jnp.mean(jnp.square(x @ params["w"]))  # the gradient is 2
     options = {"axis_name": "data", "compression": feedback}
 
+    terms = dq.value_and_grad(loss, **options, reduce=False)
+
     def later(params, x, state):
-        _, terms = dq.value_and_grad(loss, **options, reduce=False)(params, x)
-        return dq.reduce(terms, **options, op="sum", state=state)
+        return dq.reduce(terms(params, x)[1], **options, op="sum", state=state)
 
     with jax.set_mesh(mesh):
         own = put(params, mesh), put(x, mesh, P("data"))
@@ -247,6 +290,9 @@ def test_one_worker_keeps_its_state_and_is_not_warned(kind):
         for found in (at_once, jax.jit(later)(*own, state)):
             assert_same_bits(jax.device_get(found.tree), {"w": np.full((16, 16), 2, np.float32)})
             assert_same_bits(*jax.device_get((found.state, state)))
+        if kind == "explicit":  # `sharded` needs a map on the other
+            step = lambda p, x: SHARDED.update(terms(p, x)[1], SHARDED.init(p), p)
+            jax.eval_shape(step, *own)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -1,5 +1,6 @@
 """`dq.optax.sharded` on 8 devices: against plain optax on the whole batch, and its state."""
 
+import collections
 import dataclasses
 import math
 import re
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import optax_steps
 import pytest
-from asserts import assert_close, assert_copies_equal, assert_same_bits
+from asserts import assert_close, assert_copies_equal, assert_refused, assert_same_bits
 from cases import CHEAP, EXACT, daily, small
 from jax import lax
 from jax.sharding import AxisType
@@ -482,6 +483,24 @@ def test_masters_can_be_set():
         dq.optax.set_masters(optax.sgd(0.1).init(params), params)
     with pytest.raises(ValueError, match=r"leaf in has shape \(8, 8\)"):
         dq.optax.set_masters(state, params | {"in": jnp.ones((8, 8))})
+
+
+def test_leaves_that_are_not_those_of_the_masters_are_refused():
+    """Leaves of equal shapes in another order would get the updates of other leaves."""
+    params = {"a": jnp.ones((8, 4)), "b": jnp.zeros((8, 4))}
+    optimizer = make("sgd", deferred=True)
+    state = jax.eval_shape(partial(dq.optax.init, optimizer, mesh=auto_mesh()), params)
+    turned = collections.OrderedDict(b=params["b"], a=params["a"])
+    fewer = params | {"b": None}
+    message = r"have {} leaves, and the masters .* have 2; .* differ are {} and \['{}'\]\. Pass {}"
+    for tree, count, (one, other) in ((turned, 2, (r"\['b'\]", "a")), (fewer, 1, ("none", "b"))):
+        grads, own = (message.format(count, one, other, x) for x in ("gradients", "params"))
+        assert_refused(
+            (ValueError, grads, optimizer.update, tree, state, params),
+            (ValueError, own, optimizer.update, params, state, tree),
+            (ValueError, own, dq.optax.gathered, tree, state),
+            (ValueError, own, dq.optax.set_masters, state, tree),
+        )
 
 
 def test_copies_are_compared_in_every_step_without_a_hang():

@@ -58,7 +58,8 @@ def liec(
       method: the former name of ``compression``. It warns; the next version removes it.
 
     Raises:
-      ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does.
+      ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does; or
+        ``update`` is called outside of maps.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method, default=MinMax())
@@ -75,6 +76,11 @@ def liec(
         return LIECState(jnp.zeros((), jnp.int32), memory, state)
 
     def update(updates, state, params=None, **extra) -> Any:
+        if not axis.mapped:
+            raise ValueError(
+                f"liec found no map over axis {axis.name!r}; call update under jax.shard_map, with "
+                "each worker's own parameters"
+            )
         folded = None if key is None else jax.random.fold_in(key, state.step)
         run = reducer_for(Reduction(axis, exchange, "mean"), updates)
         found = run(updates, folded, state.memory.own() or None)

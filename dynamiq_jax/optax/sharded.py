@@ -9,6 +9,7 @@ error feedback without a separate memory.
 
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import warnings
@@ -196,7 +197,8 @@ def sharded(
       ``skipped_in_a_row`` and ``norm`` of the state.
     * Create the state with `init` of this module, which never holds all of it on one device. Its
       ``masters`` are the model in f32; parameters may have any floating-point dtype of up to 32
-      bits. `restore_state` converts the state to another number of workers.
+      bits. Updates of 8-bit parameters are f32, which `optax.apply_updates` refuses to add to them:
+      add in f32 and cast. `restore_state` converts the state to another number of workers.
 
     Args:
       inner: an optimizer whose update of a coordinate depends only on this coordinate, such as
@@ -224,10 +226,11 @@ def sharded(
       ``params``, and a new `ShardedState`.
 
     Raises:
-      ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; ``inner``
-        mixes coordinates or depends on their position; a method has memory; gradients are unreduced
-        over other axes; the call is outside of maps on a mesh that is not Explicit; or a wrapper
-        of optax around this transformation uses each worker's own gradients.
+      ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; they or
+        the gradients have other leaves than masters, or another order; ``inner`` mixes coordinates
+        or depends on their position; a method has memory; gradients are unreduced over other axes;
+        the call is outside of maps on a mesh that is not Explicit; or a wrapper of optax around
+        this transformation uses each worker's own gradients.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
@@ -250,6 +253,8 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
+        _check_alike("params", params, state)
+        _check_alike("gradients", updates, state)
         step = _Update(inner, total, max_norm, key, check_every)
         if axis.mapped:
             moved = [True] * len(jax.tree.leaves(updates))
@@ -703,6 +708,26 @@ class _Update(NamedTuple):
         return found
 
 
+def _check_alike(what: str, tree: Any, state: ShardedState) -> None:
+    """Refuses a tree whose leaves are not those of the masters, in their order.
+
+    An `OrderedDict` or a dataclass may have a dict's leaves in another order.
+    """
+    given, own = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(x)] for x in (tree, state.masters)
+    )
+    if given == own:
+        return
+    pairs = itertools.zip_longest(given, own)
+    one, other = next(pair for pair in pairs if pair[0] != pair[1])
+    told = ["none" if x is None else jax.tree_util.keystr(x) for x in (one, other)]
+    raise ValueError(
+        f"{what} have {len(given)} leaves, and the masters in opt_state have {len(own)}; the first "
+        f"that differ are {told[0]} and {told[1]}. Pass {what} with the leaves of the parameters "
+        "that this state was made for, in the same order; for a leaf without a gradient pass zeros"
+    )
+
+
 def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> ShardedState:
     """The next state: it has its ``own`` new fields, and counts the update or its skipping."""
     in_a_row = state.skipped_in_a_row
@@ -773,7 +798,8 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
       is pending, and the result is ``params``.
 
     Raises:
-      ValueError: there is no state of `sharded`, or more than one, or no mesh is known.
+      ValueError: there is no state of `sharded`, or more than one, or no mesh is known; or the
+        leaves of the parameters are not those of the masters.
     """
     state, *others = _states(opt_state)
     if others:
@@ -783,6 +809,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
         )
     if (pending := state.pending) is None:
         return params
+    _check_alike("params", params, state)
     axis, specs = pending.total.axis, state.specs()
     if axis.mapped:
         return _current(params, state)
@@ -914,11 +941,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     masters, treedef = jax.tree.flatten(state.masters)
     leaves, count = describe_leaves(params), len(masters)
     placed, padding = state.splits[:count], state.padding[:count]
-    if jax.tree.structure(params) != treedef:
-        raise ValueError(
-            f"params are {jax.tree.structure(params)}, and masters are {treedef}; pass the "
-            "parameters that this state was made for"
-        )
+    _check_alike("params", params, state)
 
     def own(leaf: Any, x: Array, master: Array, spec: P, padding: Padding) -> Array:
         value = padding.padded(jnp.asarray(x, jnp.float32))

@@ -65,7 +65,14 @@ class PerWorker(Part):
         return jax.tree.map(lambda _: PartitionSpec(self.axis_name), self)
 
     def own(self) -> Any:
-        """Inside a map: this worker's value."""
+        """Inside a map: this worker's value; refuses a value that has other workers' parts."""
+        for x in jax.tree.leaves(self.value):
+            if jnp.shape(x)[:1] != (1,):
+                raise ValueError(
+                    f"opt_state has an array {jnp.shape(x)} inside of the map, where a worker has "
+                    "its own part alone, which has length 1 along the first axis; pass "
+                    "dq.optax.state_specs(opt_state) as the specs of opt_state to jax.shard_map"
+                )
         return jax.tree.map(lambda x: x[0], self.value)
 
     def after(self, value: Any) -> "PerWorker":
@@ -87,6 +94,9 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     Returns:
       The state, placed as `state_specs` says. For `jax.ShapeDtypeStruct`s it has only shapes,
       dtypes and shardings, and allocates nothing; restore a checkpoint onto this tree.
+
+    Raises:
+      ValueError: parameters whose values the state needs were put on other devices.
     """
     check_nodes(params)
     leaves = jax.tree.leaves(params)
@@ -97,7 +107,15 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), _specs(shapes))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-        return jax.jit(optimizer.init, out_shardings=shardings)(params)
+        try:
+            return jax.jit(optimizer.init, out_shardings=shardings)(params)
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            raise ValueError(
+                f"params are not on the {mesh.size} devices of the mesh; pass "
+                "jax.device_put(params, jax.NamedSharding(mesh, jax.P()))"
+            ) from error
 
 
 def state_specs(opt_state: Tree) -> Tree:
@@ -160,10 +178,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         then = [old.get(name) for name in names]
         if len(names) == 1 and names[0] in unpadded and then[0] is not None:
             then = [_padded_anew(then[0], unpadded[names[0]], now[0].shape)]
-        same = [x is not None and jnp.shape(x) == y.shape for x, y in zip(then, now, strict=True)]
-        if all(same):
-            pairs = [(jnp.asarray(x, y.dtype), y) for x, y in zip(then, now, strict=True)]
-            values = [jax.device_put(x, like.sharding) for x, like in pairs]
+        pairs = list(zip(then, now, strict=True))
+        if all(x is not None and jnp.shape(x) == jnp.shape(y) for x, y in pairs):
+            values = [_as(like, x) for x, like in pairs]
         elif then[0] is None and names[0] in later:
             values = [_zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in now]
             notes.append(f"{shown(names[0])} was not saved and starts anew")
@@ -171,7 +188,8 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             raise ValueError(
                 f"opt_state: leaf {shown(names[0])} {has} in what was saved, and this optimizer "
-                f"has {now[0].shape}; pass the optimizer and the parameters that it was saved with"
+                f"has {jnp.shape(now[0])}; pass the optimizer and the parameters that it was saved "
+                "with"
             )
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in now):
             raise ValueError(
@@ -209,6 +227,18 @@ def _check_places(saved: list[Name], parts: list[tuple[tuple, Any]]) -> None:
             f"this optimizer's state of {len(places)}: {listed}; pass the optimizer and the "
             "parameters that it was saved with, or take these leaves out of what was saved"
         )
+
+
+def _as(like: Any, x: Any) -> Any:
+    """A saved leaf with the dtype and the place of ``like``, which may also be a number."""
+    if isinstance(like, bool | int | float | complex):  # as `TrainState.step` before the first step
+        return type(like)(x)
+    if isinstance(like, np.ndarray | np.generic):
+        return np.asarray(x, like.dtype)
+    if isinstance(like, jax.Array) and not like.committed:  # JAX may still move it to a mesh
+        whole = x if isinstance(x, Tracer) or x is like else jax.device_get(x)
+        return jnp.asarray(whole, like.dtype)
+    return jax.device_put(jnp.asarray(x, like.dtype), like.sharding)
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

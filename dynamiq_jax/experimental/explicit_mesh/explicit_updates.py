@@ -11,6 +11,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import mesh_of
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.experimental.explicit_mesh.explicit_sums import check_axes, unreduced_axes
+from dynamiq_jax.tree.placement import axes_above_one
 
 
 def update_outside(
@@ -30,7 +31,7 @@ def update_outside(
     check_axes(updates, axis, mesh)
     terms = jax.tree.map(spec_of, updates)
     moved = [bool(unreduced_axes(x)) for x in jax.tree.leaves(updates)]
-    if not any(moved):
+    if axes_above_one(axis.names, mesh.shape) and not any(moved):
         warn(
             f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
             "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
