@@ -39,7 +39,7 @@ from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.pending import Pending, own_slice
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
 from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
 from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
 
@@ -708,19 +708,23 @@ class _Update(NamedTuple):
         return found
 
 
-def _check_alike(what: str, tree: Any, state: ShardedState) -> None:
+def _check_alike(what: str, tree: Any, state: ShardedState, *, by_name: bool = False) -> None:
     """Refuses a tree whose leaves are not those of the masters, in their order.
 
-    An `OrderedDict` or a dataclass may have a dict's leaves in another order.
+    An `OrderedDict` or a dataclass may have a dict's leaves in another order. Nodes without names
+    number their leaves: so as many leaves of other names pass, unless ``by_name``.
     """
     given, own = (
-        [path for path, _ in jax.tree_util.tree_leaves_with_path(x)] for x in (tree, state.masters)
+        [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        for x in (tree, state.masters)
     )
     if given == own:
         return
+    if not by_name and len(given) == len(own) and sorted(given) != sorted(own):
+        return
     pairs = itertools.zip_longest(given, own)
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
-    told = ["none" if x is None else jax.tree_util.keystr(x) for x in (one, other)]
+    told = ["none" if x is None else shown(x) for x in (one, other)]
     raise ValueError(
         f"{what} have {len(given)} leaves, and the masters in opt_state have {len(own)}; the first "
         f"that differ are {told[0]} and {told[1]}. Pass {what} with the leaves of the parameters "
@@ -941,7 +945,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     masters, treedef = jax.tree.flatten(state.masters)
     leaves, count = describe_leaves(params), len(masters)
     placed, padding = state.splits[:count], state.padding[:count]
-    _check_alike("params", params, state)
+    _check_alike("params", params, state, by_name=True)
 
     def own(leaf: Any, x: Array, master: Array, spec: P, padding: Padding) -> Array:
         value = padding.padded(jnp.asarray(x, jnp.float32))
