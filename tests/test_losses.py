@@ -91,6 +91,16 @@ def unsplit(h):
     return h if mesh.empty else jax.reshard(h, P())
 
 
+def on_auto_axes(function):
+    """A function that runs on Auto axes, as many of `jax.random` do; its result is whole."""
+
+    def run(x):
+        no_mesh = jax.sharding.get_abstract_mesh().empty
+        return function(x) if no_mesh else jax.sharding.auto_axes(function, out_sharding=P())(x)
+
+    return run
+
+
 def scanned(h, p, remat=False):
     def layer(h, own):
         w, scale = own
@@ -148,7 +158,13 @@ DERIVED = {
     "softmax": lambda p: jax.nn.softmax(p["w"]),
 }
 """Matrices that follow from parameters alone."""
-STEPS |= {name: lambda h, p, own=own: h @ own(p) for name, own in DERIVED.items()}
+ON_AUTO_AXES = {
+    "on Auto axes": lambda p: on_auto_axes(lambda w: jnp.tanh(clipped(w)))(p["w"]),
+    "scalar on Auto axes": lambda p: p["w"] * on_auto_axes(jnp.sqrt)(jnp.sum(p["table"] ** 2)),
+    "gamma": lambda p: p["w"] * jax.random.gamma(jax.random.key(0), 1 + jnp.abs(p["gain"])),
+}
+"""Matrices whose gradients are whole on Auto axes: JAX would take them for terms there."""
+STEPS |= {name: lambda h, p, own=own: h @ own(p) for name, own in (DERIVED | ON_AUTO_AXES).items()}
 
 PENALTIES = {
     "none": lambda p: 0.0,
@@ -218,6 +234,8 @@ DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
 DAILY += [
     (("remat", "scan", "convolution", "clipped"), "orthogonal", "8"),
     (("unsplit",), "none", "8"),
+    (("on Auto axes",), "none", "8"),
+    (("scalar on Auto axes", "gamma", "norm"), "none", "8"),
 ]
 ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
 ALL = DAILY + [case for case in ALL if case not in DAILY]
