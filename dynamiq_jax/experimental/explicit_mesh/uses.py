@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
@@ -127,7 +128,8 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
     jaxpr, constants = with_constants(closed)
     known: dict[Any, Value] = {}
     for variable, x in zip(jaxpr.constvars, constants, strict=True):
-        known[variable] = value_of(x, isinstance(x, Tracer))
+        own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
+        known[variable] = value_of(own, isinstance(x, Tracer))
     known.update(zip(jaxpr.invars, values, strict=True))
 
     def read(atom: Any) -> Value:
