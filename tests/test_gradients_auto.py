@@ -147,6 +147,14 @@ def from_constants(params, batch):
     return (total + again + small + jax.jit(lambda x: x)(twice) / 2 - lax.stop_gradient(total)) / 3
 
 
+def with_ops_that_want_one_type(params, batch):
+    """JAX refuses a key beside varying arguments, and a search on Auto axes beside a map's."""
+    own = jnp.abs(params["up"][:4, :4])
+    drawn = jax.random.gamma(jax.random.key(0), 1 + own[0])
+    solved = jax.scipy.linalg.expm(own) @ jnp.linalg.solve(own + 4 * jnp.eye(4), drawn)
+    return loss(params, batch) + 1e-2 * jnp.sum(jnp.interp(solved, jnp.arange(4.0), drawn))
+
+
 def sums_in_a_loop(params, batch):
     """Beside a worker's own sum the loop carries that of all, which is the loss."""
 
@@ -169,6 +177,7 @@ OF_ALL = {
     "micro-batches": (of_micro_batches, loss, (8,), {}),
     "constants": (from_constants, loss, (8,), {}),
     "constants on two axes": (from_constants, loss, (4, 2), {"axis_name": ("data", "model")}),
+    "one type": (with_ops_that_want_one_type, with_ops_that_want_one_type, (4, 2), {"specs": P()}),
     "a sum in a loop": (sums_in_a_loop, total_error, (8,), {"op": "sum"}),
 }  # fmt: skip
 """A loss that takes collectives, or is a loop; that of all examples; a mesh."""

@@ -74,6 +74,18 @@ def clipped(w):
 clipped.defvjp(lambda w: (w, None), lambda _, g: (jnp.clip(g, -1e-4, 1e-4),))
 
 
+@jax.custom_vjp
+def stepped(w, rates):
+    """Its rule indexes a constant of the loss in a loop, as that of an ODE does its times."""
+    return w * jnp.sum(rates)
+
+
+stepped.defvjp(
+    lambda w, rates: (stepped(w, rates), rates),
+    lambda rates, g: (lax.fori_loop(0, 2, lambda i, a: a + rates[i] * g, 0 * g), 0 * rates),
+)
+
+
 def attention(h, w):
     scores = jnp.einsum("bqd,bkd->bqk", h @ w, h)
     return jax.nn.softmax(scores / WIDTH**0.5) @ h
@@ -89,6 +101,16 @@ def unsplit(h):
     """Types are as after flash attention by cuDNN: nothing says how the result is split."""
     mesh = jax.sharding.get_abstract_mesh()
     return h if mesh.empty else jax.reshard(h, P())
+
+
+def on_auto_axes(function):
+    """A function that runs on Auto axes, as many of `jax.random` do; its result is whole."""
+
+    def run(x):
+        no_mesh = jax.sharding.get_abstract_mesh().empty
+        return function(x) if no_mesh else jax.sharding.auto_axes(function, out_sharding=P())(x)
+
+    return run
 
 
 def scanned(h, p, remat=False):
@@ -121,6 +143,7 @@ STEPS = {
     ),
     "custom_vjp": lambda h, p: h @ halved(p["w"]),
     "clipped": lambda h, p: h @ jnp.tanh(clipped(p["w"])),
+    "stepped": lambda h, p: h @ stepped(p["w"], jnp.array([0.25, 0.5])),
     "clipped in remat": lambda h, p: h @ jax.checkpoint(lambda w: clipped(w) / 2)(p["w"]),
     "lookup": lambda h, p: h @ p["table"][:WIDTH // 2].T @ p["table"][: WIDTH // 2],
     "unsplit": lambda h, p: h + unsplit(jnp.tanh(h @ p["w"])) @ p["w"].T,
@@ -148,7 +171,13 @@ DERIVED = {
     "softmax": lambda p: jax.nn.softmax(p["w"]),
 }
 """Matrices that follow from parameters alone."""
-STEPS |= {name: lambda h, p, own=own: h @ own(p) for name, own in DERIVED.items()}
+ON_AUTO_AXES = {
+    "on Auto axes": lambda p: on_auto_axes(lambda w: jnp.tanh(clipped(w)))(p["w"]),
+    "scalar on Auto axes": lambda p: p["w"] * on_auto_axes(jnp.sqrt)(jnp.sum(p["table"] ** 2)),
+    "gamma": lambda p: p["w"] * jax.random.gamma(jax.random.key(0), 1 + jnp.abs(p["gain"])),
+}
+"""Matrices whose gradients are whole on Auto axes: JAX would take them for terms there."""
+STEPS |= {name: lambda h, p, own=own: h @ own(p) for name, own in (DERIVED | ON_AUTO_AXES).items()}
 
 PENALTIES = {
     "none": lambda p: 0.0,
@@ -218,6 +247,8 @@ DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
 DAILY += [
     (("remat", "scan", "convolution", "clipped"), "orthogonal", "8"),
     (("unsplit",), "none", "8"),
+    (("on Auto axes",), "none", "8"),
+    (("scalar on Auto axes", "gamma", "norm", "stepped"), "none", "8"),
 ]
 ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
 ALL = DAILY + [case for case in ALL if case not in DAILY]

@@ -341,7 +341,9 @@ def evaluate_here(
         if isinstance(value, (*kinds, NamedSharding)):
             params[key] = replaced(value)
         elif isinstance(value, tuple) and any(isinstance(x, kinds) for x in value):
-            params[key] = tuple(map(replaced, value))
+            made = [replaced(x) if isinstance(x, kinds) else x for x in value]
+            named = getattr(value, "_make", tuple)  # `lax.custom_linear_solve` has a NamedTuple
+            params[key] = named(made)
     with contextlib.ExitStack() as contexts:
         with private("the context of equations"):
             before: Any = equation.ctx

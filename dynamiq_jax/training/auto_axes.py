@@ -231,8 +231,9 @@ class AutoGrad:
                     loss = lambda p, x: self.loss(p, told.join(x))
                     _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
                 (value, aux), grads, weight = self._differentiated(told, params, arrays)
-            except (TypeError, ValueError) as error:  # of types, such as a constant as first carry
-                if "manual" not in str(error).lower():
+            except (TypeError, ValueError, AssertionError) as error:
+                # Of types, such as a constant as first carry, or a key beside varying arguments.
+                if not any(word in str(error).lower() for word in ("manual", "to='varying'")):
                     raise
                 raise _RefusedError(params, arrays) from error
         share = None if weight is None else share_of(weight, axis)
@@ -279,7 +280,7 @@ class AutoGrad:
                 f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
             )
             raise error from other
-        if not recorded.constrains and not isinstance(error, TypeError):
+        if not recorded.constrains and isinstance(error, ValueError):
             raise error
         if self.suspicious:
             _check_closure(recorded.constants)

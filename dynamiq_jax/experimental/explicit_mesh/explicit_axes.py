@@ -405,17 +405,19 @@ class ExplicitGrad(NamedTuple):
             return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
     def _untyped(self, equation: JaxprEqn, split: bool = False) -> list[Any]:
-        """The operand of a reshard to Explicit axes that loses its type, reduced over data axes.
+        """The operand of a reshard that loses its type, reduced over data axes.
 
-        With ``split`` it is one that the reshard also splits over these.
+        With ``split`` it is one that the reshard also splits over these. On Auto axes, as in
+        `jax.sharding.auto_axes`, its gradient is whole, and JAX would take it for a term.
         """
-        if name_of(equation) != "reshard" or equation.outvars[0].aval.size == 1:  # type: ignore
+        if name_of(equation) != "reshard":
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
-        lost = before.spec.reduced - after.spec.reduced
-        lost &= {*after.mesh.explicit_axes} & {*self.axis.names}
+        lost = (before.spec.reduced - after.spec.reduced) & {*self.axis.names}
         if split:
             lost &= axes_of(P(*after.spec.partitions))
+        elif lost <= {*after.mesh.explicit_axes} and equation.outvars[0].aval.size == 1:  # type: ignore
+            return []
         return equation.invars if lost else []
 
     def _seed(self, dtype: Any) -> Array:

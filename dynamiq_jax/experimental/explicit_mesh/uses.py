@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
 from jax.extend.core import JaxprEqn, Literal
@@ -127,7 +128,8 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
     jaxpr, constants = with_constants(closed)
     known: dict[Any, Value] = {}
     for variable, x in zip(jaxpr.constvars, constants, strict=True):
-        known[variable] = value_of(x, isinstance(x, Tracer))
+        own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
+        known[variable] = value_of(own, isinstance(x, Tracer))
     known.update(zip(jaxpr.invars, values, strict=True))
 
     def read(atom: Any) -> Value:
@@ -310,10 +312,10 @@ def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
     assert operand.typed is not None
     target = equation.params["dst_sharding"]
     reduced = jax.typeof(operand.typed).sharding.spec.reduced
-    if reduced.isdisjoint(target.mesh.explicit_axes):  # Auto axes have no such types
-        return list(evaluate(equation, operand.typed))
     if axes_of(P(*target.spec.partitions)) & reduced:
         return [None]
+    if not reduced <= {*target.mesh.explicit_axes}:
+        return [None]  # gradients on Auto axes are whole, and JAX would take them for terms
     kept = P(*target.spec.partitions, reduced=reduced)
     return [jax.reshard(operand.typed, NamedSharding(target.mesh, kept))]
 
@@ -387,6 +389,7 @@ def _run_inner(
     """Runs an inner program; traces it again with one more plain twin if it needs one."""
     wanted: set[int] = set()
     unused: frozenset[int] = frozenset()
+    named: dict[int, str] = {}  # why a twin is unused, which a run without it cannot tell
     while True:
         inner = _Inner(operands, frozenset(wanted), unused, Uses(uses.axes))
         try:
@@ -399,8 +402,9 @@ def _run_inner(
         # A typed twin that went in and met no examples would get a gradient of zeros.
         if idle := inner.typed - inner.uses.typed:
             unused |= idle
+            named |= inner.uses.native
             continue
-        for number, name in inner.uses.native.items():
+        for number, name in (inner.uses.native | named).items():
             for leaf in operands[number].leaves:
                 uses.native.setdefault(leaf, name)
         uses.typed.update(*(operands[number].leaves for number in inner.uses.typed))
