@@ -136,8 +136,8 @@ def test_econtrol_sends_a_tenth_of_the_residual():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_narrow_gradients_are_not_promoted_silently(kind):
-    """Tests promote strictly; `jax.eval_shape` traces it, as users of strict promotion do."""
+def test_bf16_is_reduced_where_jax_promotes_strictly(kind):
+    """All tests promote strictly."""
     method, x = feedback(dq.BF16(), kind=kind), jnp.zeros((2, SIZE), jnp.bfloat16)
     state = first_state(method, x, 2, DIRECT)
     found, after = jax.eval_shape(stepper(method, DIRECT).on_devices, x, KEY, state)

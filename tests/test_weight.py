@@ -66,7 +66,7 @@ def test_the_largest_weights_count_as_others():
         return jax.vmap(one, axis_name="data")(x, weights)
 
     x = np.arange(12, dtype=np.float32).reshape(N, 3)
-    weights = np.float32([3e38, 3e38, 0, 1.5e38])
+    weights = np.array([3e38, 3e38, 0, 1.5e38], np.float32)
     found = np.asarray(run(x, weights))
     np.testing.assert_allclose(found, np.broadcast_to(expected(x, weights), x.shape), rtol=1e-6)
 

@@ -156,8 +156,8 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
     names, sizes = (np.ravel(arrays.get(key, ())).tolist() for key in Leaves._fields)
     if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
         raise ValueError(
-            f"'sizes' of {file} has {wrong[0]!r}: save the coordinates of every leaf, integers from "
-            "0 on"
+            f"'sizes' of {file} has {wrong[0]!r}: save the coordinates of every leaf, as integers "
+            "from 0 on"
         )
     if len(names) != len(sizes) or (sizes and sum(sizes) != found.shape[1]):
         raise ValueError(
