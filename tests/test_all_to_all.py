@@ -336,6 +336,8 @@ REFUSED = [
     ((8,), (0, 0), {"compression": 5}, "compression=5 is not a method"),
     ((8,), (0, 0), {"backward": CHEAP}, "backward=Compression", "is not a method"),
     ((8,), (0, 0), {"key": 7}, "key=7 is not a PRNG key"),
+    ((8,), (0, None), {}, "concat_axis=None is not an integer"),
+    ((8,), (1.0, 0), {}, "split_axis=1.0 is not an integer"),
 ]
 
 
@@ -349,7 +351,8 @@ def test_malformed_arguments_are_refused(case):
 NEED_MORE = [
     dq.DynamiQ(dither=True), dq.DynamiQ(floor=None), dq.DynamiQ(widths=(1, 8), bits=3, floor=1),
     dq.DynamiQ(format=dq.Format(subtract_mean=True)), dq.ErrorFeedback(dq.DynamiQ()),
-    comparators.THC(), comparators.Marsit(),
+    comparators.THC(), comparators.Marsit(), comparators.PacketLoss(dq.DynamiQ()),
+    comparators.PacketLoss(comparators.MXFP8()),
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from processes import outputs
 from typer.testing import CliRunner
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands import cli, error
+from dynamiq_jax.commands import cli, error, simulate
 from dynamiq_jax.commands.bench import all_reduce, contenders, settings, tables, timing
 from dynamiq_jax.commands.model_tree import save_model_tree
 
@@ -162,6 +162,8 @@ ARRAYS = {
     "over": {"gradients": 1e39 * np.ones((2, 4))},
     "text": {"gradients": np.array([["a"], ["b"]])},
     "sum": {"gradients": GRADIENTS, "sizes": [1, 2], **LEAVES},
+    "nothing": {"gradients": GRADIENTS[:, :0]},
+    "negative": {"gradients": GRADIENTS, "sizes": [-1, 513], **LEAVES},
     "names": {"gradients": GRADIENTS, "sizes": [512], **LEAVES},
 }
 """Files of `error --gradients` by name."""
@@ -188,6 +190,7 @@ def files(tmp_path_factory):
 
 GIVEN = ["error", "--gradients"]
 ALL_REDUCE = ["bench", "all-reduce"]
+HOSTS = ["run", "--hosts", "localhost:29871,localhost:29872", "--host-id", "0", "--patience", "1"]
 TWO = ["advise", "1M", "--processes", "2"]
 LONG = "a" * 4000
 REFUSED = [
@@ -201,6 +204,8 @@ REFUSED = [
     ([*GIVEN, "over.npz"], "--gradients", "has 8 NaN or infinite among 8"),
     ([*GIVEN, "text.npz"], "--gradients", "has dtype <U1: save f32"),
     ([*GIVEN, "sum.npz"], "--gradients", "with 3 coordinates, and 'gradients' has 512"),
+    ([*GIVEN, "nothing.npz"], "--gradients", "shape (2, 0), without coordinates"),
+    ([*GIVEN, "negative.npz"], "--gradients", "'sizes' of negative.npz has -1: save"),
     ([*GIVEN, "names.npz"], "--gradients", "names.npz has 2 names and 1 sizes of leaves"),
     # Models.
     (["advise", "large.json"], "MODEL", "has 4,000,000,000,000 coordinates"),
@@ -249,7 +254,10 @@ REFUSED = [
     ([*TWO, "--process-id", "2"], "--process-id", "2 is not below --processes 2"),
     ([*TWO, "--coordinator", "host"], "--coordinator", "'host' has no port"),
     (["explain", "1M", "--bits", "1"], "--bits", "bits=1.0 is below"),
-    (["explain", "1M", "--bits", "0"], "--bits", "metadata at group_size=32; pass more --bits"),
+    (["explain", "1M", "--bits", "0"], "--bits", "metadata at group_size=32; pass other --bits"),
+    (["explain", "1M", "--bits", "33"], "--bits", "can use at most 14.38); pass other --bits"),
+    (["explain", "1M", "--topology", ""], "--topology", "topology '' is not known"),
+    ([*HOSTS, "--events", "folder", "--", "true"], "--events", "folder cannot be written (Is a"),
     (
         [
             "explain",
@@ -284,6 +292,14 @@ def test_a_line_names_the_option_before_anything_is_measured(
     assert re.search(f"Invalid value for '?{option}'?: ", said), said
     assert complaint in said
     assert (files / "rows.json").read_text() == "kept"
+
+
+def test_memory_that_runs_out_is_one_line(monkeypatch):
+    def allocate(*_):
+        raise jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 7 bytes.")
+
+    monkeypatch.setattr(simulate, "study", allocate)
+    assert "allocating 7 bytes.; pass smaller" in refused("simulate", "--workers", 2)
 
 
 def test_a_file_that_is_replaced_is_named_before(files, monkeypatch):

@@ -135,6 +135,16 @@ def test_econtrol_sends_a_tenth_of_the_residual():
     np.testing.assert_allclose(state[0].residual, 0.9 * x[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_reduced_where_jax_promotes_strictly(kind):
+    """All tests promote strictly."""
+    method, x = feedback(dq.BF16(), kind=kind), jnp.zeros((2, SIZE), jnp.bfloat16)
+    state = first_state(method, x, 2, DIRECT)
+    found, after = jax.eval_shape(stepper(method, DIRECT).on_devices, x, KEY, state)
+    assert found.dtype == x.dtype
+    assert [s.dtype for s in jax.tree.leaves(after)] == [s.dtype for s in jax.tree.leaves(state)]
+
+
 def test_the_momentum_is_what_ef21m_sends():
     """v begins with the first gradient; then (1 - eta) v + eta g. Without loss the result is v."""
     x = gradients(3, 5)

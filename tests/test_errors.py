@@ -194,6 +194,8 @@ def test_groups_of_workers(name):
     for groups, *texts in (
         ([[0, 1], [2, 2]], "((0, 1), (2, 2))", *exactly),
         ([[0, 1]], "((0, 1),)", *exactly),
+        ([[0.5, 1], [2, 3]], "[[0.5, 1], [2, 3]] are not lists of worker indices", "pass for"),
+        ([0, 1, 2, 3], "[0, 1, 2, 3] are not lists of worker indices", "[[0, 1], [2, 3]]"),
         ([[0, 1, 2], [3]], "((0, 1, 2), (3,))", "groups of [3, 1] workers", "the same size"),
     ):
         with raises(ValueError, *texts):

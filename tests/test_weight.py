@@ -57,6 +57,20 @@ def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, m
     assert_same_bits(found, jax.tree.map(lambda x: np.broadcast_to(x[:1], x.shape), found))
 
 
+def test_the_largest_weights_count_as_others():
+    """1 / 3e38 is no normal number, and a compiler may multiply by it."""
+
+    @jax.jit
+    def run(x, weights):
+        one = lambda x, weight: dq.pmean(x, "data", weight=weight)
+        return jax.vmap(one, axis_name="data")(x, weights)
+
+    x = np.arange(12, dtype=np.float32).reshape(N, 3)
+    weights = np.array([3e38, 3e38, 0, 1.5e38], np.float32)
+    found = np.asarray(run(x, weights))
+    np.testing.assert_allclose(found, np.broadcast_to(expected(x, weights), x.shape), rtol=1e-6)
+
+
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)

@@ -32,6 +32,10 @@ class _Commands(TyperGroup):
             code, said = error.exit_code, error.format_message()
         except (ValueError, NotImplementedError, OverflowError, MemoryError, OSError) as error:
             code, said = 2, str(error) or type(error).__name__
+        except jax.errors.JaxRuntimeError as error:
+            if "memory" not in str(error).lower():
+                raise
+            code, said = 2, f"{error}; pass smaller sizes, fewer workers or fewer super-groups"
         else:
             sys.exit(code if isinstance(code, int) else 0)
         if said:

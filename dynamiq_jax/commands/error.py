@@ -137,6 +137,8 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
             "--dump-gradients does"
         )
     found, what = arrays["gradients"], f"'gradients' of {file}"
+    if found.ndim == 2 and not found.shape[1]:
+        raise ValueError(f"{what} has shape {found.shape}, without coordinates: save [workers, d]")
     if found.ndim != 2 or (n_workers or 2) > found.shape[0] or found.shape[0] < 2:
         raise ValueError(
             f"{what} has shape {found.shape}, and {n_workers or 'at least 2'} workers are needed: "
@@ -152,6 +154,11 @@ def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:
             "gradients of another step"
         )
     names, sizes = (np.ravel(arrays.get(key, ())).tolist() for key in Leaves._fields)
+    if wrong := [size for size in sizes if not isinstance(size, int) or size < 0]:
+        raise ValueError(
+            f"'sizes' of {file} has {wrong[0]!r}: save the coordinates of every leaf, as integers "
+            "from 0 on"
+        )
     if len(names) != len(sizes) or (sizes and sum(sizes) != found.shape[1]):
         raise ValueError(
             f"{file} has {len(names)} names and {len(sizes)} sizes of leaves with {sum(sizes):,} "

@@ -32,14 +32,16 @@ def command(
     Nothing is measured.
     """
     name, tree = checked("MODEL", read_model, model)
-    route = topology and checked("--topology", contenders.parse_topology, topology, nodes)
-    method = checked("--bits", dq.DynamiQ, bits=bits, remedy="pass more --bits, 5 by default")
+    route = None
+    if topology is not None:
+        route = checked("--topology", contenders.parse_topology, topology, nodes)
+    method = checked("--bits", dq.DynamiQ, bits=bits, remedy="pass other --bits, 5 by default")
     n = workers or jax.device_count()
     if n % nodes:
         raise typer.BadParameter(
             f"{n} workers are not {nodes} equal nodes: pass a divisor of {n}", param_hint="--nodes"
         )
     sizes = n if nodes == 1 else (nodes, n // nodes)
-    told = {"compression": method, "topology": route or None, "rate": rate, "verbose": False}
+    told = {"compression": method, "topology": route, "rate": rate, "verbose": False}
     found = checked("--topology --rate", dq.explain, tree, sizes, **told)
     typer.echo(options.without_control(f"{name}: {found}"))

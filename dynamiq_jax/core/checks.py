@@ -47,7 +47,13 @@ def check_axis(
     axis = Axis(names)
     if axis_index_groups is None or not names:
         return axis
-    groups = tuple(tuple(int(worker) for worker in group) for group in axis_index_groups)
+    try:
+        groups = tuple(tuple(map(operator.index, group)) for group in axis_index_groups)
+    except TypeError as error:
+        raise ValueError(
+            f"axis_index_groups={axis_index_groups!r} are not lists of worker indices ({error}); "
+            "pass for example [[0, 1], [2, 3]]"
+        ) from error
     n_workers = math.prod(axis_sizes(axis, "the collective"))
     if sorted(worker for group in groups for worker in group) != list(range(n_workers)):
         raise ValueError(

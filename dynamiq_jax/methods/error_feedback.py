@@ -172,7 +172,7 @@ class ErrorFeedback(WrappedMethod):
             own, momentum = x, state.momentum
             if momentum is not None:
                 eta = jnp.where(state.started, jnp.float32(ETA), 1.0)
-                own = with_memory(x * eta, (1 - eta) * momentum)
+                own = with_memory(x.astype(jnp.float32) * eta, (1 - eta) * momentum)
             memory = state.residual
             if state.sent is not None:
                 memory = -state.sent if memory is None else ETA * memory - state.sent

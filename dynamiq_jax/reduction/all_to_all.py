@@ -249,10 +249,10 @@ def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
         serves = one and not method.dither and not method.format.subtract_mean
         serves = serves and _format(method, n_workers).widths[0] > 1
     elif isinstance(method, HopMethod):
-        serves = not method.needs_state
+        serves = method.shards and not method.needs_state
     if not serves:
         raise NotImplementedError(
             f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
-            "dither or state, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
+            "dither, state or lost packets, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
             "dq.comparators.MXFP8() or dq.BF16()"
         )

@@ -61,7 +61,9 @@ def share_of(weight: Array | float, axis: Axis) -> Array:
     weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
     # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
     largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(weight)))
-    weight = weight / jnp.where(largest > 0, largest, 1.0)
+    # Compilers may multiply by 1 / largest, which has to be a normal number, too.
+    unit = jnp.where(largest > 2.0**64, jnp.float32(2.0**-64), 1.0)
+    weight = (weight * unit) / jnp.where(largest > 0, largest * unit, 1.0)
     total = axis.psum(weight)
     return jnp.where(total == 0, 0.0, weight * (axis.size / jnp.where(total == 0, 1.0, total)))
 

@@ -548,6 +548,8 @@ def group_parts(
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:
     """Refuses an axis that a leaf does not have; the result has ``more`` axes than the leaf."""
     count = len(leaf.shape) + more
+    if not hasattr(axis, "__index__"):
+        raise ValueError(f"{name}={axis!r} is not an integer; pass the number of an axis, as 0")
     if not -count <= axis < count:
         raise ValueError(
             f"{name}={axis}: leaf {leaf.name} has shape {leaf.shape}; pass an axis that every leaf "

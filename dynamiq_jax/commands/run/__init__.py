@@ -65,6 +65,13 @@ def command(
         patience=patience, stall=stall, restarts=restarts, events=events,
         ready=tuple(filter(None, ready.split(","))),
     )  # fmt: skip
+    if events is not None:
+        try:
+            with events.open("a"):
+                pass
+        except OSError as error:
+            refusal = f"{events} cannot be written ({error.strerror}): pass another file"
+            raise typer.BadParameter(refusal, param_hint="--events") from error
     supervisor = Supervisor(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.leave)
