@@ -257,6 +257,9 @@ REFUSED = [
     (["explain", "1M", "--bits", "0"], "--bits", "metadata at group_size=32; pass other --bits"),
     (["explain", "1M", "--bits", "33"], "--bits", "can use at most 14.38); pass other --bits"),
     (["explain", "1M", "--topology", ""], "--topology", "topology '' is not known"),
+    ([*TWO, "--coordinator", "host:65536"], "--coordinator", "no port below 65536: pass"),
+    ([*HOSTS, "--", ""], "COMMAND", "'' is no program of this host: pass one after --"),
+    ([*HOSTS, "--", "./missing.sh"], "COMMAND", "'./missing.sh' is no program"),
     ([*HOSTS, "--events", "folder", "--", "true"], "--events", "folder cannot be written (Is a"),
     (
         [

@@ -94,9 +94,10 @@ def join(processes: int | None, process_id: int, coordinator: str) -> None:
             f"{process_id} is not below --processes {processes or 1}: count them from 0",
             param_hint="--process-id",
         )
-    if not coordinator.rpartition(":")[2].isdecimal():
+    port = coordinator.rpartition(":")[2]
+    if not port.isdecimal() or int(port) >= 2**16:
         raise typer.BadParameter(
-            f"{coordinator!r} has no port: pass for example localhost:29400",
+            f"{coordinator!r} has no port below 65536: pass for example localhost:29400",
             param_hint="--coordinator",
         )
     if processes:

@@ -1,5 +1,6 @@
 """`dynamiq-jax run`: starts a training script on several hosts, and again when a host dies."""
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -65,6 +66,11 @@ def command(
         patience=patience, stall=stall, restarts=restarts, events=events,
         ready=tuple(filter(None, ready.split(","))),
     )  # fmt: skip
+    if shutil.which(command[0]) is None:
+        raise typer.BadParameter(
+            f"{command[0]!r} is no program of this host: pass one after --, as python3 train.py",
+            param_hint="COMMAND",
+        )
     if events is not None:
         try:
             with events.open("a"):
