@@ -182,7 +182,13 @@ def test_uses_without_a_rule_train_with_a_word():
         own = jnp.concatenate([params["table"][:16]] * 2)
         return masked(params, batch | {"x": batch["x"] + jnp.sin(own) * own})
 
-    for loss, warned in ((looked_up, False), (added, False)):
+    def on_auto_axes(function):
+        run = jax.sharding.auto_axes(function, out_sharding=P("data", None))
+        return lambda params, batch, rows: jnp.mean(run(batch["x"], params["table"]) ** 2)
+
+    products = on_auto_axes(lambda x, w: jnp.einsum("bi,oi->bo", x, w))
+    sine = on_auto_axes(lambda x, w: x @ jnp.sin(w).T)  # its gradient is whole on Auto axes
+    for loss, warned in ((looked_up, False), (added, False), (products, False), (sine, True)):
         f = jax.jit(dq.value_and_grad(loss, axis_name="data", compression=F32))
         with jax.set_mesh(mesh_of()), warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")

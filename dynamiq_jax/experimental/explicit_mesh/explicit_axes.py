@@ -37,7 +37,13 @@ from dynamiq_jax.experimental.explicit_mesh.explicit_sums import (
     reduce_unreduced,
     unreduced_axes,
 )
-from dynamiq_jax.experimental.explicit_mesh.uses import Uses, parameter, per_use, value_of
+from dynamiq_jax.experimental.explicit_mesh.uses import (
+    Uses,
+    kept_on_auto,
+    parameter,
+    per_use,
+    value_of,
+)
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import warn_of_gather
@@ -134,8 +140,10 @@ class ExplicitGrad(NamedTuple):
             return found.value, self._joined(given, found, key, state)
         program = _Program.of(back, given)
         self._check_maps(given, program)
-        native = program.leaves(self._untyped)
-        if native - program.leaves(functools.partial(self._untyped, split=True)):
+        axes = axes_above_one(self.axis.names, self.mesh.shape)
+        untyped = functools.partial(self._untyped, kept_on_auto(program.jaxpr, axes))
+        native = program.leaves(untyped)
+        if native - program.leaves(functools.partial(untyped, split=True)):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
@@ -404,13 +412,14 @@ class ExplicitGrad(NamedTuple):
             held = self._held(given, given.deferred)
             return jax.vjp(loss_of, [x if x.shape else x[None] for x in held], has_aux=True)
 
-    def _untyped(self, equation: JaxprEqn, split: bool = False) -> list[Any]:
+    def _untyped(self, kept: Collection[int], equation: JaxprEqn, split: bool = False) -> list[Any]:
         """The operand of a reshard that loses its type, reduced over data axes.
 
         With ``split`` it is one that the reshard also splits over these. On Auto axes, as in
-        `jax.sharding.auto_axes`, its gradient is whole, and JAX would take it for a term.
+        `jax.sharding.auto_axes`, its gradient may be whole, and JAX would take it for a term; not
+        that of `kept_on_auto`, which are ``kept``.
         """
-        if name_of(equation) != "reshard":
+        if name_of(equation) != "reshard" or id(equation) in kept:
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
         lost = (before.spec.reduced - after.spec.reduced) & {*self.axis.names}

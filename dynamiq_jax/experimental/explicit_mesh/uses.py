@@ -18,7 +18,7 @@ rule travel uncompressed. A use without examples, such as a penalty, needs no tr
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -51,6 +51,9 @@ RULES = frozenset(
     "reshape slice squeeze transpose".split()
 )
 """Primitives for which JAX may have rules for typed values, forwards and backwards."""
+
+ON_AUTO = frozenset("conv_general_dilated dot_general gather".split())
+"""Primitives whose gradients are terms on Auto axes too, if data axes split the result."""
 
 INLINED = frozenset("jit pjit closed_call core_call".split())
 """Primitives that only run the program in their parameters, once."""
@@ -131,6 +134,7 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
         own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
         known[variable] = value_of(own, isinstance(x, Tracer))
     known.update(zip(jaxpr.invars, values, strict=True))
+    kept = kept_on_auto(jaxpr, uses.axes)
 
     def read(atom: Any) -> Value:
         return value_of(atom.val, False) if isinstance(atom, Literal) else known[atom]
@@ -144,7 +148,7 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
         elif any(x.data for x in operands) or _has_gathers(equation):
             made = _with_data(equation, operands, uses)
         else:
-            made = _of_parameters(equation, operands)
+            made = _of_parameters(equation, operands, id(equation) in kept)
         known.update(zip(equation.outvars, made, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
@@ -241,8 +245,11 @@ def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
     return run(*typed) if keeps_terms(run, typed) else None
 
 
-def _of_parameters(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
-    """The twins of the results of an equation whose operands depend only on parameters."""
+def _of_parameters(equation: JaxprEqn, operands: list[Value], kept: bool) -> list[Value]:
+    """The twins of the results of an equation whose operands depend only on parameters.
+
+    With ``kept`` it is one of `kept_on_auto`.
+    """
     leaves = frozenset().union(*(x.leaves for x in operands))
     name = name_of(equation)
 
@@ -253,7 +260,7 @@ def _of_parameters(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
     @functools.cache
     def typed() -> Sequence[Any]:
         try:
-            return _derived(equation, operands)
+            return _derived(equation, operands, kept)
         except refusals():
             return [None] * len(equation.outvars)
 
@@ -277,7 +284,7 @@ def _fixed(first: Any, second: Any) -> Any:
     return second() if found is None else found
 
 
-def _derived(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any]:
+def _derived(equation: JaxprEqn, operands: list[Value], kept: bool) -> Sequence[Any]:
     """The typed results of an equation on parameters; a result without a rule is `None`."""
     none = [None] * len(equation.outvars)
     pairs = list(zip(operands, equation.invars, strict=True))
@@ -285,7 +292,7 @@ def _derived(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any]:
     if any(x.broken for x in large) or not any(x.typed is not None for x in operands):
         return none
     if name_of(equation) == "reshard":
-        return _resharded(equation, operands[0])
+        return _resharded(equation, operands[0], kept)
     if name_of(equation) in RULES and all(map(is_inexact, equation.outvars)):
         with contextlib.suppress(*refusals()):
             if (found := _by_rule(equation, operands)) is not None:
@@ -307,9 +314,48 @@ def _at(made: Callable[[], Sequence[Any]], place: int) -> Any:
     return made()[place]
 
 
-def _resharded(equation: JaxprEqn, operand: Value) -> list[Any]:
+def kept_on_auto(jaxpr: Any, axes: Collection[str]) -> set[int]:
+    """The `id` of each equation that brings an array to Auto axes for one use of `ON_AUTO`.
+
+    JAX reads rows by `jax.sharding.auto_axes`: reshard, gather, reshard. Data axes, ``axes``, split
+    the result, so that the gradient of the array has each device's terms. Other functions on Auto
+    axes may have whole gradients, which JAX would take for terms.
+    """
+    own = with_constants(jaxpr)[0]
+    users: dict[Any, list[JaxprEqn]] = {}
+    found: set[int] = set()
+    for equation in own.eqns:
+        for inner in inner_jaxprs(equation):
+            found |= kept_on_auto(inner, axes)
+        for atom in equation.invars:
+            if not isinstance(atom, Literal):
+                users.setdefault(atom, []).append(equation)
+
+    def only(variable: Any, serves: Callable[[JaxprEqn], bool]) -> bool:
+        return variable not in own.outvars and all(map(serves, users.get(variable, ())))
+
+    def splits(equation: JaxprEqn) -> bool:
+        if name_of(equation) != "reshard":
+            return False
+        return {*axes} <= axes_of(P(*equation.params["dst_sharding"].spec.partitions))
+
+    def used_once(equation: JaxprEqn, variable: Any) -> bool:
+        once = sum(atom is variable for atom in equation.invars) == 1
+        return once and name_of(equation) in ON_AUTO and only(equation.outvars[0], splits)
+
+    for equation in own.eqns:
+        if name_of(equation) == "reshard":
+            (made,) = equation.outvars
+            if only(made, functools.partial(used_once, variable=made)):
+                found.add(id(equation))
+    return found
+
+
+def _resharded(equation: JaxprEqn, operand: Value, kept: bool) -> list[Any]:
     """A typed value that the loss reshards; it stays typed if no data axis splits the result."""
     assert operand.typed is not None
+    if kept:
+        return list(evaluate(equation, operand.typed))
     target = equation.params["dst_sharding"]
     reduced = jax.typeof(operand.typed).sharding.spec.reduced
     if axes_of(P(*target.spec.partitions)) & reduced:
