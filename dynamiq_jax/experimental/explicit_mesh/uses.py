@@ -362,8 +362,8 @@ def _resharded(equation: JaxprEqn, operand: Value, kept: bool) -> list[Any]:
         return [None]
     if not reduced <= {*target.mesh.explicit_axes}:
         return [None]  # gradients on Auto axes are whole, and JAX would take them for terms
-    kept = P(*target.spec.partitions, reduced=reduced)
-    return [jax.reshard(operand.typed, NamedSharding(target.mesh, kept))]
+    spec = P(*target.spec.partitions, reduced=reduced)
+    return [jax.reshard(operand.typed, NamedSharding(target.mesh, spec))]
 
 
 # --- Loops, branches and checkpoints --------------------------------------------------------------
