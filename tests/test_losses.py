@@ -247,8 +247,7 @@ DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
 DAILY += [
     (("remat", "scan", "convolution", "clipped"), "orthogonal", "8"),
     (("unsplit",), "none", "8"),
-    (("on Auto axes",), "none", "8"),
-    (("scalar on Auto axes", "gamma", "norm", "stepped"), "none", "8"),
+    (("on Auto axes", "scalar on Auto axes", "gamma", "norm", "stepped"), "none", "8"),
 ]
 ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
 ALL = DAILY + [case for case in ALL if case not in DAILY]
