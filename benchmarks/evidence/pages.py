@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from training import BF16, CURVE_WINDOW, EXACT, of_reference, paired
+from training import BF16, CURVE_WINDOW, EXACT, difference, of_reference, paired
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -372,14 +372,13 @@ def estimates_table() -> str:
     }
     lines = []
     for method in curves.keys() & times["host memory"].keys():
-        percent = 100 * (last[method] / last[BF16] - 1)
-        loss, error = percent.mean(), percent.std(ddof=1) / len(percent) ** 0.5
+        loss = difference(last[method], last[BF16])
         ratio = steps[method] / steps[BF16]
         shares = [ratio * own[method] / own[BF16] for own in times.values()]
         reached = not math.isinf(ratio)
         cells = [f"{ratio:.2f}", *(f"{share:.2f}" for share in shares)] if reached else []
-        order = (shares[[*times].index("host memory")], loss)
-        shown = "" if method == BF16 else with_error(loss, error)
+        order = (shares[[*times].index("host memory")], loss["percent"])
+        shown = "" if method == BF16 else with_error(*loss.values())
         bits = f"{rows[method]['bits_per_coord']:.2f}"
         cells = cells or ["not reached", *("–" for _ in shares)]
         lines.append((order, (titled(method), bits, shown, *cells)))
@@ -493,8 +492,8 @@ def long_training() -> Figure:
     settings = bf16["settings"]
     each = settings["tokens"] / settings["steps"] * settings["every"] / 1e6  # M tokens of a part
     tokens = each * np.arange(1, 1 + len(bf16["parts"]))
-    for axes, difference in zip((training, validation), against(reverse), strict=True):
-        band = np.maximum.accumulate(np.abs(difference))
+    for axes, apart in zip((training, validation), against(reverse), strict=True):
+        band = np.maximum.accumulate(np.abs(apart))
         axes.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
         axes.set(ylim=(-0.5, 0.5), xlabel="tokens, millions")
     for number, (name, run) in enumerate(runs.items(), 1):

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from dynamiq_jax import __version__
 from dynamiq_jax.commands import advise, error, explain, run, simulate
 from dynamiq_jax.commands.bench import all_reduce
-from dynamiq_jax.commands.options import printable
+from dynamiq_jax.commands.options import out_of_memory, printable
 
 CPU_DEVICES = 8
 """Workers that a machine without a GPU stands in for."""
@@ -33,7 +33,7 @@ class _Commands(TyperGroup):
         except (ValueError, NotImplementedError, OverflowError, MemoryError, OSError) as error:
             code, said = 2, str(error) or type(error).__name__
         except jax.errors.JaxRuntimeError as error:
-            if "memory" not in str(error).lower():
+            if not out_of_memory(error):
                 raise
             code, said = 2, f"{error}; pass smaller sizes, fewer workers or fewer super-groups"
         else:

@@ -19,7 +19,7 @@ import typer
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
-from dynamiq_jax.commands.options import announce, checked
+from dynamiq_jax.commands.options import announce, checked, out_of_memory
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.methods.base import MIN_LEAF_SIZE
 from dynamiq_jax.methods.metrics import vnmse
@@ -105,7 +105,7 @@ def command(
             announce(f"{done + 1} of {len(chosen)}: {contender.label}")
             rows.append(bench_error(contender, name, found, seeds, leaves))
     except jax.errors.JaxRuntimeError as error:
-        if "memory" not in str(error).lower():
+        if not out_of_memory(error):
             raise
         raise typer.BadParameter(
             f"{shape[0]} workers of {shape[1]:,} coordinates take {4 * math.prod(shape):,} bytes, "

@@ -1,8 +1,9 @@
 """Options that commands share, and the checks of their values."""
 
+import contextlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -63,6 +64,21 @@ def checked(
         raise typer.BadParameter(said, param_hint=named or next(iter(names), None)) from error
 
 
+@contextlib.contextmanager
+def checked_file(path: Path, option: str) -> Iterator[None]:
+    """The context in which a file is opened: an error of it is a wrong use of the option."""
+    try:
+        yield
+    except OSError as error:
+        refusal = f"{path} cannot be written ({error.strerror}): pass another file"
+        raise typer.BadParameter(refusal, param_hint=option) from error
+
+
+def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Whether the device has too little memory; JAX has no type for this error."""
+    return "memory" in str(error).lower()
+
+
 def writable(path: Path | None, source: Path | None = None, *, first: bool = True) -> None:
     """Refuses a file of --json that cannot be written, or is the command's ``source``.
 
@@ -71,16 +87,12 @@ def writable(path: Path | None, source: Path | None = None, *, first: bool = Tru
     if path is None:
         return
     new = not path.exists()
-    try:
+    with checked_file(path, "--json"):
         if not new and not path.is_file():
             raise OSError(None, "not a regular file")
         if not new and source and path.samefile(source):
             raise OSError(None, "read by this command")
-        with path.open("ab"):
-            pass
-    except OSError as error:
-        refusal = f"{path} cannot be written ({error.strerror}): pass another file"
-        raise typer.BadParameter(refusal, param_hint="--json") from error
+        path.open("ab").close()
     if new:
         path.unlink()
     elif first:

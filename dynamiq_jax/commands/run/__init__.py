@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dynamiq_jax.commands.options import checked
+from dynamiq_jax.commands.options import checked, checked_file
 from dynamiq_jax.commands.run.beats import parse_hosts
 from dynamiq_jax.commands.run.supervisor import Settings, Supervisor
 
@@ -72,12 +72,8 @@ def command(
             param_hint="COMMAND",
         )
     if events is not None:
-        try:
-            with events.open("a"):
-                pass
-        except OSError as error:
-            refusal = f"{events} cannot be written ({error.strerror}): pass another file"
-            raise typer.BadParameter(refusal, param_hint="--events") from error
+        with checked_file(events, "--events"):
+            events.open("a").close()
     supervisor = Supervisor(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.leave)

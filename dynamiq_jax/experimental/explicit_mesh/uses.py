@@ -134,7 +134,7 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
         own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
         known[variable] = value_of(own, isinstance(x, Tracer))
     known.update(zip(jaxpr.invars, values, strict=True))
-    kept = kept_on_auto(jaxpr, uses.axes)
+    kept = kept_here(jaxpr, uses.axes)
 
     def read(atom: Any) -> Value:
         return value_of(atom.val, False) if isinstance(atom, Literal) else known[atom]
@@ -248,7 +248,7 @@ def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
 def _of_parameters(equation: JaxprEqn, operands: list[Value], kept: bool) -> list[Value]:
     """The twins of the results of an equation whose operands depend only on parameters.
 
-    With ``kept`` it is one of `kept_on_auto`.
+    With ``kept`` it is one of `kept_here`.
     """
     leaves = frozenset().union(*(x.leaves for x in operands))
     name = name_of(equation)
@@ -315,6 +315,13 @@ def _at(made: Callable[[], Sequence[Any]], place: int) -> Any:
 
 
 def kept_on_auto(jaxpr: Any, axes: Collection[str]) -> set[int]:
+    """The result of `kept_here` for a program and all programs inside of its equations."""
+    equations = with_constants(jaxpr)[0].eqns
+    inner = (kept_on_auto(own, axes) for equation in equations for own in inner_jaxprs(equation))
+    return kept_here(jaxpr, axes).union(*inner)
+
+
+def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
     """The `id` of each equation that brings an array to Auto axes for one use of `ON_AUTO`.
 
     JAX reads rows by `jax.sharding.auto_axes`: reshard, gather, reshard. Data axes, ``axes``, split
@@ -325,8 +332,6 @@ def kept_on_auto(jaxpr: Any, axes: Collection[str]) -> set[int]:
     users: dict[Any, list[JaxprEqn]] = {}
     found: set[int] = set()
     for equation in own.eqns:
-        for inner in inner_jaxprs(equation):
-            found |= kept_on_auto(inner, axes)
         for atom in equation.invars:
             if not isinstance(atom, Literal):
                 users.setdefault(atom, []).append(equation)
