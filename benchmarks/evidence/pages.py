@@ -500,8 +500,8 @@ def long_training() -> Figure:
         label = CURVES[run["settings"]["method"]]
         label += ", then 4 workers" if name.endswith("4-workers") else ""
         colour = f"C{number}"
-        for axes, difference in zip((training, validation), against(run), strict=True):
-            axes.plot(tokens[: len(difference)], difference, color=colour, label=label, linewidth=1)
+        for axes, apart in zip((training, validation), against(run), strict=True):
+            axes.plot(tokens[: len(apart)], apart, color=colour, label=label, linewidth=1)
         add_errors(run, colour)
     add_errors(bf16, "black")
     training.set_ylabel("training loss,\n% from bf16's")
