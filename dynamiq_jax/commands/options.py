@@ -74,7 +74,7 @@ def checked_file(path: Path, option: str) -> Iterator[None]:
         raise typer.BadParameter(refusal, param_hint=option) from error
 
 
-def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+def out_of_memory(error: Exception) -> bool:
     """Whether the device has too little memory; JAX has no type for this error."""
     return "memory" in str(error).lower()
 
