@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from asserts import assert_same_bits
 from cases import CHEAP, limits_of, small, vmapped
-from crossover import FILE, MIB, Point, crossover_bytes
+from crossover import FILE, MIB, Point, crossover_bytes, questions, written
 from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
@@ -224,12 +224,31 @@ def test_it_lies_between_the_last_slower_size_and_the_next():
 
 
 def test_the_library_takes_what_was_written():
-    written = json.loads(FILE.read_text())
-    for entry in written:
+    for entry in json.loads(FILE.read_text()):
         n = entry["n_devices"]
         limits = limits_of(dq.DynamiQ(), n, fast_links=True)
         assert limits.min_bucket_bytes == psum_bytes(n) == entry["psum_bytes"]
         assert psum_scatter_bytes(n) == entry["psum_scatter_bytes"] > psum_bytes(n)
+
+
+def test_what_one_run_measures_replaces_its_answers_and_no_others():
+    """Processes of one GPU each write beside what one process of all GPUs has written."""
+    before = [{"n_devices": n, "psum_bytes": n, "measured_on": {"psum_bytes": "A"}} for n in (2, 8)]
+    of_processes = {name: n for n, name in enumerate(questions(4, 4), start=1)}
+    assert [*of_processes] == ["psum_bytes_of_processes"]
+    with_four = written(before, 4, of_processes, "B")
+    again = written(with_four, 2, {"push_bytes": [5, 6]}, "C")
+    assert [entry["n_devices"] for entry in again] == [2, 4, 8] and again[2] == before[1]
+    assert again[0] == before[0] | {
+        "push_bytes": [5, 6], "measured_on": {"psum_bytes": "A", "push_bytes": "C"}
+    }  # fmt: skip
+    assert again[1]["measured_on"] == {"psum_bytes_of_processes": "B"}
+    every = {**questions(2, 1), **questions(2, 2)}
+    assert {*json.loads(FILE.read_text())[0]} == {"n_devices", "measured_on", *every}
+    # Four GPUs copy payloads by engines; more use collectives.
+    assert [questions(n, 1)["psum_bytes"][0].transport for n in (4, 5)] == [
+        "permutes", "collectives"
+    ]  # fmt: skip
 
 
 def test_the_limit_is_of_as_many_gpus_or_the_next_that_were_measured(monkeypatch):
@@ -299,10 +318,11 @@ def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
 
 
 def test_processes_of_one_gpu_each_have_a_limit_of_their_own(monkeypatch):
-    alone = [psum_bytes(n) for n in (2, 4)]
+    """Eight were not measured like this, and keep the limit of one process."""
+    alone = [psum_bytes(n) for n in (2, 4, 8)]
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    assert [psum_bytes(n) for n in (2, 4)] == [37 * MIB, alone[1]]
-    assert alone[0] < 37 * MIB
+    assert [psum_bytes(n) for n in (2, 4, 8)] == [37 * MIB, 29 * MIB, alone[2]]
+    assert alone[0] < 37 * MIB and alone[1] > 29 * MIB
 
 
 def test_push_kernels_are_chosen_only_for_measured_numbers_of_gpus():
