@@ -24,6 +24,7 @@ from jax import Array, lax
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import Reduction, Split
+from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.padding import Padding
 
 _taken: set[AxisName] = set()
@@ -63,24 +64,29 @@ class Pending:
     def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:
         """The copy with the decoded differences of this worker's masters, the same on all workers.
 
-        ``specs`` say how masters are split. Leaves that are not split are current already.
+        ``specs`` say how masters are split. Leaves that are not split are current already. Where
+        the wire has the copy's dtype, rounded masters travel in the place of differences.
         """
         _taken.add(self.total.axis.name)
         total, _ = self.total.of_shards(masters, specs, copies)
         held, treedef = jax.tree.flatten(masters)
         found = jax.tree.leaves(copies)
+        exactly = total.gathers_exactly(describe_leaves(copies))
         own: list[Array | None] = [None] * len(held)  # `None`: no leaf of the tree below
         for i, (split, padding) in enumerate(zip(total.splits, total.padding, strict=True)):
             if split:
                 copy = own_slice(found[i], split, total.axis, padding)
-                own[i] = (held[i] - copy.astype(jnp.float32)).astype(copy.dtype)
+                if exactly[i]:
+                    own[i] = jnp.where(self.ready, held[i].astype(copy.dtype), copy)
+                else:
+                    own[i] = (held[i] - copy.astype(jnp.float32)).astype(copy.dtype)
         places = [i for i, x in enumerate(own) if x is not None]
         with warnings.catch_warnings():  # what an encoding loses is in the next difference
             warnings.filterwarnings("ignore", message=".*error of a super-group")
             whole = total.some(places).whole(treedef.unflatten(own), words)
         for i, x in zip(places, jax.tree.leaves(whole), strict=True):
             added = jnp.where(self.ready, x, jnp.zeros_like(x))
-            found[i] = (found[i] + added).astype(found[i].dtype)
+            found[i] = x if exactly[i] else (found[i] + added).astype(found[i].dtype)
         return treedef.unflatten(found)
 
 
