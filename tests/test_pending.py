@@ -1,6 +1,7 @@
 """Differences that travel at the top of the next step, function by function (DeAR's order)."""
 
 import dataclasses
+import re
 import warnings
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ LIMITS = {"min_leaf_size": DIM * DIM, "min_bucket_size": 1, "min_bucket_bytes": 
 F32 = dataclasses.replace(EXACT, **LIMITS)
 SOME = dataclasses.replace(CHEAP, **LIMITS)
 DITHER = dq.Compression(dq.DynamiQ(bits=2.5, dither=True), **LIMITS)
+PLANNED = dataclasses.replace(DITHER, method=dataclasses.replace(DITHER.method, plan=True))
 
 
 def make(differences: Any = F32, **options: Any) -> Any:
@@ -234,11 +236,14 @@ def test_what_cannot_be_is_refused():
 
 
 def test_statistics_travel_beside_the_payload_before_theirs():
-    """They wait for the payload before the last one, so that they need no time of their own."""
+    """They wait for the payload before the last one, so that they need no time of their own.
+
+    Differences have statistics if the user passes a plan.
+    """
     layers = 5
     functions = [lambda w, x: jnp.tanh(x @ w)] * (layers - 1) + [lambda w, x: jnp.sum(x @ w)]
     params = [jnp.eye(64)] * layers  # 4 super-groups of every worker
-    optimizer = make(DITHER, deferred=True)
+    optimizer = make(PLANNED, deferred=True)
     mesh = auto_mesh(4)
     params = jax.device_put(params, NamedSharding(mesh, P()))
     state = dq.optax.init(optimizer, params, mesh)
@@ -260,6 +265,36 @@ def test_statistics_travel_beside_the_payload_before_theirs():
     of_statistics = [own for own, payload in zip(waits, payloads, strict=True) if not payload]
     assert of_payloads == [{*range(k)} for k in range(layers)]
     assert sorted(of_statistics, key=len) == [{*range(k - 1)} for k in range(layers)]
+
+
+@pytest.mark.parametrize("name", ["default", "methods", "by path", "planned"])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_sharded_updates_have_a_plan_only_if_the_user_passes_one(name, deferred):
+    """Without a plan, no statistics travel over links of any kind."""
+    methods = {
+        "default": (None, None),
+        "methods": (dq.DynamiQ(), DITHER.method),
+        "planned": (dq.DynamiQ(plan=True), PLANNED.method),
+        "by path": (lambda *_: dq.DynamiQ(), lambda *_: DITHER.method),
+    }
+    told = dict(zip(("compression", "differences"), methods[name], strict=True))
+    told["compression"] = dq.Compression(told["compression"], **LIMITS)
+    optimizer = dq.optax.sharded(optax.sgd(0.3), "data", **told, deferred=deferred)
+    params = {"w": jnp.ones((64, 64))}
+
+    def step(params, state):
+        params = dq.optax.gathered(params, state)
+        return optimizer.update(params, state, params)
+
+    state = jax.eval_shape(lambda p: dq.optax.init(optimizer, p, auto_mesh(4)), params)
+    specs = dq.optax.state_specs(state)
+    maps = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": False}
+    mapped = jax.jit(jax.shard_map(step, mesh=auto_mesh(4), **maps))
+    text = mapped.lower(params, state).compile().as_text()
+    found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-reduce|all-gather)\(", text)
+    large = [kind for shape, kind in found if shape != "f32[]"]  # that is the gradient's norm
+    statistics = ["all-reduce", "all-gather"] if name == "planned" else []
+    assert sorted(large) == sorted([*statistics, "all-gather"])  # of the differences' payloads
 
 
 def test_functions_run_beside_the_payload_between_hosts_of_several_devices():

@@ -413,7 +413,7 @@ def test_what_travels(compressed):
     large = re.findall(r"= \w+\[([\d,]+)\]\S* (all-reduce|all-gather|reduce-scatter)\(", hlo)
     sizes = [(math.prod(map(int, shape.split(","))), kind) for shape, kind in large]
     floats = re.findall(r"= f32\[([\d,]+)\]\S* all-(?:reduce|gather|to-all)", hlo)
-    assert max(math.prod(map(int, shape.split(","))) for shape in floats) < 200
+    assert all(math.prod(map(int, shape.split(","))) < 200 for shape in floats)
     assert any(kind == "all-gather" and size > 200 for size, kind in sizes)  # of words
 
 
@@ -565,7 +565,7 @@ def test_the_limits_of_the_gradients_are_those_of_the_differences():
         terms = jax.tree.map(lambda x: jnp.concatenate([x] * N), params)
         text = run.lower(terms, state, params).compile().as_text()
         floats = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
-        largest = max(math.prod(map(int, shape.split(","))) for shape in floats)
+        largest = max((math.prod(map(int, shape.split(","))) for shape in floats), default=0)
         assert (largest >= 64 * 512) == native
 
 

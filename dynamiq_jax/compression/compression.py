@@ -168,7 +168,7 @@ class Compression(Options):
         fast = here and fast_links()
         if here and (setting := slow_by_choice()) is not None:
             reason += f"; NVLink counts as slow, since the environment has {setting}"
-        method = method.over_fast_links() if fast else method
+        method = method.without_plan() if fast else method
         runner = method
         if topology is not None:
             inner, outer, n_inner = topology.levels(sizes)

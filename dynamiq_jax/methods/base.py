@@ -163,8 +163,12 @@ class Method(Options, ABC):
         """
         return None
 
-    def over_fast_links(self) -> Self:
-        """The method for links as fast as NVLink, where a plan costs more time than bytes."""
+    def without_plan(self) -> Self:
+        """The method without a plan, unless the user has passed one.
+
+        For links as fast as NVLink, where a plan costs more time than it saves, and for sharded
+        updates over all links: docs/performance.md has times and losses.
+        """
         return self
 
     def declines(self, leaf: Leaf) -> str | None:
@@ -330,6 +334,6 @@ class WrappedMethod(Method):
         """
         return None
 
-    def over_fast_links(self) -> Self:
+    def without_plan(self) -> Self:
         """See `Method`."""
-        return replace(self, method=self.method.over_fast_links())  # type: ignore[type-var]
+        return replace(self, method=self.method.without_plan())  # type: ignore[type-var]

@@ -335,7 +335,8 @@ class Reduction:
         """Leaves with the same split and method, by name; their compression; and their split.
 
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
-        device's shards; else it holds whole leaves, and those that travel are padded.
+        device's shards; else it holds whole leaves, and those that travel are padded. Copied leaves
+        have no plan, unless the user passes one.
         """
         described, (named, _) = describe_leaves(tree), _named(tree)
         if sharded:
@@ -351,6 +352,8 @@ class Reduction:
             pairs = zip(named.items(), self.padding, strict=True)
             named = {name: padding.padded(x) for (name, x), padding in pairs}
         methods = compression.methods_of(described)
+        if self.copied:
+            methods = [None if x is None else x.without_plan() for x in methods]
         kinds = list(zip(methods, self.splits, self.others, strict=True))
         for kind in dict.fromkeys(kinds):
             method, split, _ = kind
