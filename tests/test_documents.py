@@ -37,7 +37,7 @@ def test_steps_are_those_of_the_file(line, way):
     table = re.findall(r"^\| .*", README.split("## Which way")[1], re.MULTILINE)[1:]
     cells = [cell.strip(" *") for cell in table[line].split("|")[3:6]]
     runs = json.loads((RESULTS / "ways.json").read_text())["runs"]
-    columns = ("25 Gb/s", "2 × H100"), ("host memory", "2 × H200"), ("NVLink", "4 × H200")
+    columns = ("25 Gb/s", "2 × H200"), ("host memory", "2 × H200"), ("NVLink", "4 × H200")
     for column, cell in zip(columns, cells, strict=True):
         (ms,) = (run["ms"] for run in runs if (run["links"], run["cards"]) == column)
         default = "bf16-fsdp" if column[0] == "NVLink" and way.startswith("fsdp") else way
