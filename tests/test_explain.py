@@ -216,6 +216,15 @@ def test_ways_to_train_are_compared():
     assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()
 
 
+@pytest.mark.parametrize("plan", [None, True, False])
+def test_sharded_updates_of_a_leaf_that_cannot_be_split_send_its_sum(plan):
+    """Every worker updates all of a leaf without a dimension of at least as many entries."""
+    leaf, n = jax.ShapeDtypeStruct((7,) * 7, jnp.float32), 8
+    method = dq.Compression(dq.DynamiQ(plan=plan), min_bucket_size=1)
+    _, updates, _ = dq.explain(leaf, n, compression=method, verbose=False).ways
+    assert updates.sent_bytes == 2 * (n - 1) / n * 4 * leaf.size
+
+
 def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     """By hand: at 25 Gb/s a million bytes take .32 ms."""
     found = dq.explain(LARGE, 8, topology=dq.Direct(), rate="25gbit")

@@ -203,6 +203,8 @@ def _of_fsdp(bucket: Bucket, gathers: Method | None) -> np.ndarray:
 
 def _sharded_bytes(route: Route, size: int, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
+    if not size:  # no leaf of the bucket can be split
+        return np.zeros(2)
     return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 
