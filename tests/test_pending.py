@@ -1,6 +1,7 @@
 """Differences that travel at the top of the next step, function by function (DeAR's order)."""
 
 import dataclasses
+import itertools
 import re
 import warnings
 from functools import partial
@@ -267,8 +268,10 @@ def test_statistics_travel_beside_the_payload_before_theirs():
     assert sorted(of_statistics, key=len) == [{*range(k - 1)} for k in range(layers)]
 
 
-@pytest.mark.parametrize("name", ["default", "methods", "by path", "planned"])
-@pytest.mark.parametrize("deferred", [False, True])
+PLANS = list(itertools.product(["default", "methods", "by path", "planned"], [False, True]))
+
+
+@pytest.mark.parametrize(("name", "deferred"), daily(PLANS, PLANS[::3] + PLANS[5:6]))
 def test_sharded_updates_have_a_plan_only_if_the_user_passes_one(name, deferred):
     """Without a plan, no statistics travel over links of any kind."""
     methods = {
