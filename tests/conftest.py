@@ -38,6 +38,11 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     """Before JAX starts its backend; what the environment has already stays in force."""
+    kept = config.option.census
+    if kept and not kept.endswith(".json"):
+        raise pytest.UsageError(
+            f"--census={kept} would be overwritten; pass the name of a .json file"
+        )
     on_gpu = all("gpu" in Path(argument).parts for argument in config.args)
     if not on_gpu:
         flags = f"{FLAGS} --xla_force_host_platform_device_count=8"
