@@ -272,7 +272,7 @@ PLANS = list(itertools.product(["default", "methods", "by path", "planned"], [Fa
 
 
 @pytest.mark.parametrize(("name", "deferred"), daily(PLANS, PLANS[::3] + PLANS[5:6]))
-def test_sharded_updates_have_a_plan_only_if_the_user_passes_one(name, deferred):
+def test_updates_have_a_plan_only_if_the_user_passes_one(name, deferred):
     """Without a plan, no statistics travel over links of any kind."""
     methods = {
         "default": (None, None),
@@ -298,6 +298,23 @@ def test_sharded_updates_have_a_plan_only_if_the_user_passes_one(name, deferred)
     large = [kind for shape, kind in found if shape != "f32[]"]  # that is the gradient's norm
     statistics = ["all-reduce", "all-gather"] if name == "planned" else []
     assert sorted(large) == sorted([*statistics, "all-gather"])  # of the differences' payloads
+
+
+@pytest.mark.parametrize("plan", daily([None, True, False], [None, False]))
+def test_gradients_beside_the_backward_pass_have_a_plan_over_slow_links(plan):
+    """One number for each super-group; without a plan samples travel, two numbers each."""
+    compression = dq.Compression(dq.DynamiQ(plan=plan), **LIMITS)
+    params, x = [jnp.eye(64)] * 2, jnp.ones((8, 64))
+    functions = [lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.sum(x @ w)]
+
+    def grads(masters, copies, x):
+        options = {"compression": compression, "specs": [P("data")] * 2, "copies": copies}
+        return jax.grad(lambda own: dq.sequential(functions, own, x, "data", **options))(masters)
+
+    maps = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data")}
+    text = str(jax.make_jaxpr(jax.shard_map(grads, mesh=auto_mesh(4), **maps))(params, params, x))
+    sums = re.findall(r"bf16\[(\d),\d+\](?:\{[^}]*\})? = psum", text)
+    assert {*sums} == ({"2"} if plan is False else {"1"})
 
 
 def test_functions_run_beside_the_payload_between_hosts_of_several_devices():

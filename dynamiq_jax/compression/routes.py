@@ -60,13 +60,6 @@ class Route:
             return None
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
-    def without_plan(self) -> "Route":
-        """The route of the method without a plan, as sharded updates have it."""
-        method = runner = self.method.without_plan()
-        if isinstance(self.runner, TwoLevels):
-            runner = dataclasses.replace(self.runner, method=method)
-        return dataclasses.replace(self, method=method, runner=runner)
-
     def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and how many of them on the outer axes."""
         method, n = self.runner.of_bucket(bucket), self.n_workers

@@ -154,7 +154,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     )
     updates = np.sum(
         [
-            _sharded_bytes(bucket.route.without_plan(), _padded_size(bucket, n), how)
+            _sharded_bytes(bucket.route, _padded_size(bucket, n), how)
             for bucket in grouping.buckets
             for how in (None, DIFFERENCES.without_plan())
         ],

@@ -166,8 +166,8 @@ class Method(Options, ABC):
     def without_plan(self) -> Self:
         """The method without a plan, unless the user has passed one.
 
-        For links as fast as NVLink, where a plan costs more time than it saves, and for sharded
-        updates over all links: docs/performance.md has times and losses.
+        For links as fast as NVLink, where a plan costs more time than it saves, and in sharded
+        updates for what no backward pass hides: docs/performance.md has times and losses.
         """
         return self
 

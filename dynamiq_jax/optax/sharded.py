@@ -206,8 +206,9 @@ def sharded(
         f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
         as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
-      compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory. For
-        these and for differences ``DynamiQ.plan=None`` is ``False`` over links of any kind.
+      compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory. With
+        ``DynamiQ.plan=None`` differences have no plan over links of any kind, and gradients only
+        beside a backward pass, as in `dynamiq_jax.sequential`.
       differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
         bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
         ``DynamiQ(bits=2.5, dither=True)``.

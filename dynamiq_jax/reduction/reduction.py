@@ -336,7 +336,8 @@ class Reduction:
 
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
         device's shards; else it holds whole leaves, and those that travel are padded. Copied leaves
-        have no plan, unless the user passes one.
+        have a plan only if the user passes one, or for gradients beside a backward pass, which
+        hides the time of the statistics.
         """
         described, (named, _) = describe_leaves(tree), _named(tree)
         if sharded:
@@ -352,7 +353,7 @@ class Reduction:
             pairs = zip(named.items(), self.padding, strict=True)
             named = {name: padding.padded(x) for (name, x), padding in pairs}
         methods = compression.methods_of(described)
-        if self.copied:
+        if self.copied and (sharded or not self.overlaps):
             methods = [None if x is None else x.without_plan() for x in methods]
         kinds = list(zip(methods, self.splits, self.others, strict=True))
         for kind in dict.fromkeys(kinds):

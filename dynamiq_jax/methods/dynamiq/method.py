@@ -74,8 +74,9 @@ class DynamiQ(HopMethod):
         training with Adam by 2 to 5% at 3 to 5 bits.
       plan: whether the widths of super-groups depend on statistics that all workers add up before
         every bucket. ``False``: all super-groups get the width that fits ``bits``, or some of them
-        the next larger one. ``None``: ``False`` over links as fast as NVLink and in sharded updates
-        (`dynamiq_jax.optax.sharded`), where the plan takes more time than it saves.
+        the next larger one. ``None``: ``False`` over links as fast as NVLink, where the plan takes
+        more time than it saves, and in `dynamiq_jax.optax.sharded` for differences and for
+        gradients that are not reduced beside a backward pass.
       rounding: how stochastic rounding is correlated between the encoders of a chunk:
         "antithetic" (pairs of encoders complement each other), "correlated" (the paper's
         permutation) or "independent".
