@@ -259,6 +259,22 @@ def test_derivatives_are_those_of_lax(name, mapped_by):
         np.testing.assert_allclose(own, other, rtol=1e-6, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_second_derivatives_are_those_of_lax(name):
+    x = gradient(9, N, SIZE)
+
+    def curvature(collective):
+        def one(x):
+            loss = lambda x: jnp.sum(collective(x, "data", **TILED[name]) ** 3)
+            return jax.jvp(jax.grad(loss), (x,), (x + 1,))[1]
+
+        return jax.jit(jax.vmap(one, axis_name="data"))(x)
+
+    ours, native = COLLECTIVES[name]
+    found = curvature(functools.partial(ours, compression=small(dq.F32())))
+    np.testing.assert_allclose(found, curvature(native), rtol=1e-5, atol=1e-3)
+
+
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_derivatives_pass_states_of_integers(check_vma):
     """The state of `CLTK` is the number of steps."""

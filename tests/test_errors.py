@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -246,6 +247,24 @@ def test_leaves_that_are_no_numbers(name):
 
     with raises(ValueError, "leaf ['rngs']['key'] is of type key<", "leave PRNG keys", "nnx.Param"):
         jax.eval_shape(jax.vmap(one, axis_name="data"), np.ones((2, 8), np.float32))
+
+
+@pytest.mark.parametrize("name", [*COLLECTIVES, "all_to_all"])
+def test_leaves_whose_size_is_open(name):
+    """JAX has an error of its own for a comparison of such sizes."""
+    rest = (1, 1) if name == "all_to_all" else ()
+    one = jax.vmap(lambda x: getattr(dq, name)({"w": x}, "data", *rest), axis_name="data")
+    (size,) = jax.export.symbolic_shape("b")
+    like = jax.ShapeDtypeStruct((2, size, 2), np.float32)
+    with raises(ValueError, "leaf ['w'] has shape (b, 2)", "shapes of numbers", "jax.lax"):
+        jax.eval_shape(one, like)
+
+
+def test_integers_whose_size_is_open_are_summed_as_by_lax():
+    total = jax.vmap(lambda x: dq.psum(x, "data"), axis_name="data")
+    (size,) = jax.export.symbolic_shape("b")
+    found = jax.eval_shape(total, jax.ShapeDtypeStruct((2, size, 3), np.int32))
+    assert found.shape == (2, size, 3)
 
 
 def test_leaves_that_are_no_arrays():

@@ -81,8 +81,8 @@ def psum(
 
     Raises:
       ValueError: a leaf that would be compressed does not vary over ``axis_name``, or has automatic
-        axes around it and no ``specs``; ``key`` varies over ``axis_name``; or an argument is
-        malformed.
+        axes around it and no ``specs``, or has a size that `jax.export` leaves open; ``key``
+        varies over ``axis_name``; or an argument is malformed.
       NameError: ``axis_name`` is neither mapped nor an axis of an Explicit mesh.
       NotImplementedError: ``axis_index_groups`` are used elsewhere, or axes are positional.
     """

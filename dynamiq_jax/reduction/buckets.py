@@ -212,6 +212,6 @@ def with_tangent(exact: Callable, x: Array, total: Array) -> Array:
 
     @known.defjvp
     def _(primals, tangents):
-        return primals[1], exact(tangents[0])
+        return known(*primals), exact(tangents[0])  # `known`: its derivative has one, too
 
     return known(x, total)

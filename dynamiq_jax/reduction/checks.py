@@ -108,7 +108,7 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
     small = [
         (leaf, reason)
         for leaf, reason in grouping.exact
-        if leaf.size >= least and any(word in reason for word in wanted) and leaf.index not in fixed
+        if any(word in reason for word in wanted) and leaf.size >= least and leaf.index not in fixed
     ]
     moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
     native = sum(leaf.nbytes for leaf, _ in small)

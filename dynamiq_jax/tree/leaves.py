@@ -162,6 +162,12 @@ def group_leaves(
     for leaf in leaves:
         if leaf.dtype.name not in COMPRESSED_DTYPES:
             exact.append((leaf, f"dtype {leaf.dtype.name}"))
+        elif not isinstance(leaf.size, int | np.integer):
+            raise ValueError(
+                f"leaf {leaf.name} has shape {leaf.shape}, which jax.export leaves open, and "
+                "whether and how a leaf is compressed depends on its size; export the program for "
+                "shapes of numbers, or call jax.lax's collective for this leaf"
+            )
         elif leaf.size < max(min_leaf_size, 1):
             exact.append((leaf, f"size {leaf.size} < min_leaf_size {min_leaf_size}"))
         elif (reason := declined.get(leaf.index)) is not None:
