@@ -193,32 +193,6 @@ def test_parameters_that_are_set_have_no_differences():
     assert_same_bits(dq.optax.gathered(params, state), params)  # whatever the masters are
 
 
-def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
-    """Its differences were pending: its copy is an update behind, which no user has changed."""
-    params = {"w": np.zeros((3, 3, 3), np.float32)}  # two workers pad it, four keep it whole
-    told = {"compression": EXACT, "differences": EXACT, "deferred": True}
-    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", **told)
-
-    def step(params, state):
-        current = dq.optax.gathered(params, state)
-        grads = jax.tree.map(jnp.ones_like, current)
-        updates, state = optimizer.update(grads, state, current)
-        return optax.apply_updates(current, updates), state
-
-    def run(params, state, n):
-        specs = dq.optax.state_specs(state)
-        maps = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": False}
-        mapped = jax.jit(jax.shard_map(step, mesh=auto_mesh(n), **maps))
-        return jax.device_get(mapped(params, state))
-
-    params, state = run(params, dq.optax.init(optimizer, params, auto_mesh(2)), 2)
-    with pytest.warns(UserWarning, match="no dimension that the 4 workers"):
-        fresh = dq.optax.init(optimizer, params, auto_mesh(4))
-    params, state = run(params, dq.optax.restore_state(state, fresh), 4)
-    np.testing.assert_array_equal(state.masters["w"], np.full((3, 3, 3), -2.0))
-    np.testing.assert_array_equal(params["w"], state.masters["w"])
-
-
 def test_a_tree_that_is_no_list_of_functions_travels_as_one():
     params, mesh = problem()[0][1], auto_mesh(N)
     optimizer = make(deferred=True)
