@@ -314,6 +314,33 @@ def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n, before):
     assert_close(found, after_four())
 
 
+def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
+    """Its differences were pending: its copy is an update behind, which no user has changed."""
+    params = {"w": np.zeros((3, 3, 3), np.float32)}
+    told = {"compression": EXACT, "differences": EXACT, "deferred": True}
+    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", **told)
+    with pytest.warns(UserWarning, match="no dimension that the 4 workers"):
+        fresh = dq.optax.init(optimizer, params, auto_mesh(4))
+
+    # Two workers have padded it; after an update the gaps of a leaf that they split are infinite.
+    saved = jax.device_get(fresh)
+    gaps = dataclasses.replace(saved.gaps, value=np.full((2, 1), np.inf, np.float32))
+    masters = {"w": np.pad(params["w"] - 1, [(0, 1), (0, 0), (0, 0)])}
+    saved = dataclasses.replace(saved, step=np.int32(1), masters=masters, gaps=gaps)
+    state = dq.optax.restore_state(saved, fresh)
+
+    def step(params, state):
+        grads = {"w": jnp.ones_like(params["w"])}
+        updates, state = optimizer.update(grads, state, dq.optax.gathered(params, state))
+        return optax.apply_updates(params, updates), state
+
+    specs = dq.optax.state_specs(state)
+    maps = {"in_specs": (P(), specs), "out_specs": (P(), specs), "check_vma": False}
+    found, state = jax.jit(jax.shard_map(step, mesh=auto_mesh(4), **maps))(params, state)
+    np.testing.assert_array_equal(state.masters["w"], params["w"] - 2)
+    np.testing.assert_array_equal(found["w"], state.masters["w"])
+
+
 def test_what_does_not_fit_is_refused():
     """An end that is not zero is a part of another model; a wrong parameter is no padded one."""
     params, steps = trained()

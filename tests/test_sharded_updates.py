@@ -363,6 +363,21 @@ def test_masters_follow_parameters_until_the_first_update():
         assert (int(state.step), int(state.skipped)) == (1, 1)
         expected = jax.tree.map(lambda x: x.astype(np.float32), expected)
         assert_same_bits(jax.device_get(state.masters), expected)
+    # Skipped steps are no update: masters still follow.
+    later = jax.tree.map(lambda x: x + jnp.bfloat16(1), copies)
+    _, state = step(later, state, np.full((32, 16), np.nan, np.float32))
+    assert_same_bits(state.masters, jax.tree.map(lambda x: x.astype(jnp.float32), later))
+
+
+def test_masters_follow_parameters_that_change_before_other_workers_go_on():
+    """How far masters are from their copies is part of a checkpoint."""
+    (params, batches), optimizer = problem(), make("sgd")
+    params, state = jax.device_get(train(optimizer, params, batches[:1]))
+    fresh, step = start(optimizer, params, auto_mesh(4))
+    state = dq.optax.restore_state(state, fresh)
+    changed = jax.tree.map(lambda x: x + 1, params)
+    _, state = step(changed, state, np.full((32, 16), np.nan, np.float32))
+    assert_same_bits(jax.device_get(state.unpadded()), changed)
 
 
 def test_what_does_not_go_is_refused():

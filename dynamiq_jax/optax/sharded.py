@@ -458,7 +458,7 @@ class _Start(NamedTuple):
             gaps = axis.to_varying(gaps)
         elif is_outside(axis, params):
             gaps = resharded(gaps, mesh_of(params), P(axis.name))
-        return PerWorker(gaps, axis.name, renews=True)
+        return PerWorker(gaps, axis.name, largest=True)
 
 
 # --- One update -----------------------------------------------------------------------------------
@@ -491,13 +491,17 @@ class _Leaves(NamedTuple):
     sizes: Mapping[str, int]
     """The sizes of the axes in these specs."""
 
-    def followed(self, masters: list[Array], gaps: Array, step: Array) -> Any:
-        """The masters; a master takes its copy's value if the user has changed the copy."""
-        # Leaves that are not split travel exactly: their masters are the copies, but for rounding.
-        splits = self.total.splits
-        limits = [gap if split else 0.0 for gap, split in zip(gaps, splits, strict=True)]
+    def followed(self, masters: list[Array], gaps: Array, first: Array) -> Any:
+        """The masters; a master takes its copy's value if the user has changed the copy.
+
+        ``first``: no update has moved masters yet; all of them, if any, were skipped.
+        """
+        # All workers know the gap of a leaf that is not split. It is 0 after an update, since such
+        # leaves travel exactly, and larger if fewer workers, before a restart, split the leaf.
+        alike, splits = self.total.axis.assume_invarying(gaps), self.total.splits
+        limits = [gaps[i] if split else alike[i] for i, split in enumerate(splits)]
         found = zip(masters, self.slices, limits, strict=True)
-        return self.treedef.unflatten(_followed(x, copy, gap, step) for x, copy, gap in found)
+        return self.treedef.unflatten(_followed(x, copy, gap, first) for x, copy, gap in found)
 
     def gaps(self, masters: Any, differences: list[Array], exactly: list[bool]) -> list[Any]:
         """The largest distance of each leaf's masters from copies that have moved."""
@@ -551,7 +555,7 @@ class _Update(NamedTuple):
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
         held, gaps = jax.tree.leaves(state.masters), state.gaps.own()
         given = self._leaves(state, held, params, op)
-        followed = given.followed(held, gaps, state.step)
+        followed = given.followed(held, gaps, state.step == state.skipped)
         state = dataclasses.replace(state, masters=followed)
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
@@ -747,7 +751,7 @@ def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> Sha
     )
 
 
-def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Array:
+def _followed(master: Array, copy: Array, gap: Array, first: Array) -> Array:
     """The masters; a master takes its copy's value if the user has changed the copy.
 
     Before the first update, a master whose rounded value equals its copy is kept: it may have more
@@ -758,7 +762,7 @@ def _followed(master: Array, copy: Array, gap: Array | float, step: Array) -> Ar
     kind = jnp.finfo(copy.dtype)
     slack = 4 * float(kind.eps) * jnp.abs(value) + float(kind.tiny)
     far = jnp.abs(master - value) > gap + slack
-    changed = jnp.where(step == 0, master.astype(copy.dtype) != copy, far)
+    changed = jnp.where(first, master.astype(copy.dtype) != copy, far)
     return jnp.where(changed, value, master)
 
 

@@ -44,7 +44,7 @@ class Part:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("value",),
-    meta_fields=("axis_name", "renews"),
+    meta_fields=("axis_name", "largest"),
 )
 @dataclasses.dataclass(frozen=True)
 class PerWorker(Part):
@@ -53,12 +53,13 @@ class PerWorker(Part):
     Attributes:
       value: a tree whose leaves have a leading axis of all workers; of size 1 inside a map.
       axis_name: the axis, or axes, of the workers.
-      renews: whether the next update computes all of it again, so that it need not be saved.
+      largest: whether each of another number of workers gets the largest value of all; otherwise
+        the value is reset.
     """
 
     value: Any
     axis_name: AxisName
-    renews: bool = False
+    largest: bool = False
 
     def specs(self) -> Any:
         """See `Part`."""
@@ -144,11 +145,11 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     If the number of workers is unchanged, this is ``saved``, bit for bit. If it has changed, the
-    memories of methods are reset, since they differ between workers. Fields that states of an
-    earlier version do not have, such as ``norm`` of `ShardedState`, also start from their initial
-    values. Leaves that `sharded` pads may end with another number of zeros, or with none, for
-    another number of workers or in states of earlier versions. If a saved leaf has no place, an
-    error names it.
+    memories of methods are reset, since they differ between workers, and ``gaps`` of `ShardedState`
+    are the largest of all workers. Fields that states of an earlier version do not have, such as
+    ``norm`` of `ShardedState`, also start from their initial values. Leaves that `sharded` pads may
+    end with another number of zeros, or with none, for another number of workers or in states of
+    earlier versions. If a saved leaf has no place, an error names it.
 
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
@@ -191,6 +192,12 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
                 f"has {jnp.shape(now[0])}; pass the optimizer and the parameters that it was saved "
                 "with"
             )
+        elif part.largest and all(
+            x is not None and jnp.shape(x)[1:] == y.shape[1:] for x, y in pairs
+        ):
+            values = [
+                _as(y, np.broadcast_to(np.max(_on_host(x), axis=0), y.shape)) for x, y in pairs
+            ]
         elif any(isinstance(x, jax.ShapeDtypeStruct) for x in now):
             raise ValueError(
                 f"opt_state: {shown(names[0])} starts anew, and this state has its shape alone; "
@@ -202,7 +209,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             shapes = [jnp.shape(x) for x in then if x is not None]
             if len(shapes) == len(now):
                 note = f"was reset, from {shapes[0][0]} to {workers}"
-            notes += [] if part.renews else [f"{shown(name_of(path))} {note}"]
+            notes += [] if part.largest else [f"{shown(name_of(path))} {note}"]
         done.append(jax.tree.unflatten(inner, values))
     _check_places(list(old), parts)
     if notes:
@@ -264,6 +271,15 @@ def _unpadded(fresh: Any) -> dict[Name, tuple[int, ...]]:
     return {name_of((*path, *own)): shape for path, found in pairs for own, shape in found.items()}
 
 
+def _on_host(x: Any) -> np.ndarray:
+    """The whole array, in every process."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        from jax.experimental import multihost_utils  # only this case needs it
+
+        x = multihost_utils.process_allgather(x, tiled=True)
+    return np.asarray(x)
+
+
 def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     """A leaf of shape ``own`` with the zeros of another ``shape``; as it is, if it is not such."""
     found = jnp.shape(x)
@@ -271,11 +287,7 @@ def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
         return x
     if any(length < least for length, least in zip(found, own, strict=True)):
         return x
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        from jax.experimental import multihost_utils  # only this case needs it
-
-        x = multihost_utils.process_allgather(x, tiled=True)
-    x = np.asarray(x)
+    x = _on_host(x)
     leaf = x[tuple(map(slice, own))]
     if np.count_nonzero(x) != np.count_nonzero(leaf):  # these are no zeros
         return x

@@ -1,5 +1,6 @@
 """Reductions at the place where parameters are used: the backward pass reduces gradients."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -113,8 +114,7 @@ def reduce_in_backward(
     """
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     gathers = gathers_of(gather, compression)
-    kinds: dict[str, Any] = {"copied": copies is not None, "overlaps": True}
-    total = Reduction(axis, compression, op, gathers=gathers, **kinds)
+    total = Reduction(axis, compression, op, gathers=gathers, overlaps=True)
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")
@@ -157,6 +157,9 @@ class Reducer:
     ):
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         sizes, compression = axis_sizes(total.axis, caller), total.compression
+        self.copied = copies is not None
+        """Whether all workers hold copies. `sequential` may have some for only some functions."""
+        total = dataclasses.replace(total, copied=self.copied)
         total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         self.whole = total.whole

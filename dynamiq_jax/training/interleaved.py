@@ -94,7 +94,8 @@ class Pipeline:
         own, gradient = pull(send(coming, gradient))
         own, gradient = together(reducer.moving(own), gradient)
         gradient = arrive(coming, gradient)
-        begun = self._traces.start(reducer.reduce, own, self._seeds, number, reducer.specs)
+        alike = reducer.specs, reducer.copied
+        begun = self._traces.start(reducer.reduce, own, self._seeds, number, alike)
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)

@@ -134,8 +134,7 @@ def sequential(
     axis, compression = check_axis(axis_name), as_compression(compression, method=method)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
     gathers = gathers_of(gather, compression)
-    kinds: dict[str, Any] = {"copied": copies is not None, "overlaps": True}
-    total = Reduction(axis, compression, op, gathers=gathers, **kinds)
+    total = Reduction(axis, compression, op, gathers=gathers, overlaps=True)
     if pending is not None:
         _check_pending(pending, axis, told["copies"])
     parts = []
