@@ -15,13 +15,13 @@ environment. Processes with one GPU each have a limit of their own.
 
 import json
 import math
-import os
 import pathlib
 from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import typer
+from hosts import join_hosts
 from rich import print
 
 import dynamiq_jax as dq
@@ -135,10 +135,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Samples per size.")] = 20,
 ) -> None:
     """Measures, prints and writes."""
-    if "COORDINATOR" in os.environ:
-        jax.distributed.initialize(
-            os.environ["COORDINATOR"], int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
-        )
+    join_hosts()
     n, found = jax.device_count(), {}
     for name, asked in questions(n, jax.process_count()).items():
         answers = [answer(question, repeats) for question in asked]

@@ -39,6 +39,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from dynamiq_jax.compression.ways import bytes_per_second
@@ -124,6 +125,13 @@ def sh(*command: Any, check: bool = True) -> subprocess.CompletedProcess[str]:
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stderr or done.stdout).strip()}")
     return done
+
+
+def join_hosts() -> None:
+    """Waits for the processes that the environment names, if it does, as `Hosts` does."""
+    if "COORDINATOR" in os.environ:
+        numbers = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
+        jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
 
 
 class Hosts:

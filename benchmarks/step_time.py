@@ -38,6 +38,7 @@ import optax
 import timeline
 import typer
 import ways
+from hosts import join_hosts
 from jax import Array
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
@@ -392,13 +393,6 @@ def main(
             about = tables.surroundings(jax.devices())
             found = {"about": about, "options": told, "rows": [*map(asdict, rows)]}
             json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
-
-
-def join_hosts() -> None:
-    """Waits for the processes that the environment names, if it does, as `hosts.py` sets it."""
-    if "COORDINATOR" in os.environ:
-        numbers = (int(os.environ[name]) for name in ("NUM_HOSTS", "HOST_ID"))
-        jax.distributed.initialize(os.environ["COORDINATOR"], *numbers)
 
 
 def failure(text: str, error: Exception) -> str:

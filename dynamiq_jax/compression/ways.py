@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.methods import BF16, DynamiQ, Method
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Grouping, Leaf
 from dynamiq_jax.tree.padding import Padding, split_dimension
@@ -154,7 +153,7 @@ def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -
     )
     updates = np.sum(
         [
-            _sharded_bytes(bucket.route, _padded_size(bucket, n), how)
+            _sharded_bytes(bucket, _padded_size(bucket, n), how)
             for bucket in grouping.buckets
             for how in (None, DIFFERENCES.without_plan())
         ],
@@ -196,15 +195,16 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
 def _of_fsdp(bucket: Bucket, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter or to gather a bucket in FSDP: in all, and on the outer axes."""
     if not bucket.route.shards_in_bf16:
-        return _sharded_bytes(bucket.route, bucket.size, gathers)
+        return _sharded_bytes(bucket, bucket.size, gathers)
     n = bucket.route.n_workers
     return np.full(2, BF16().sharded_wire_bits(-(-bucket.size // n), n, None) / 8)
 
 
-def _sharded_bytes(route: Route, size: int, gathers: Method | None) -> np.ndarray:
+def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
     """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
     if not size:  # no leaf of the bucket can be split
         return np.zeros(2)
+    route = bucket.route
     return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
 
 

@@ -12,7 +12,6 @@ import functools
 import itertools
 import math
 import operator
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
-from dynamiq_jax.reduction.pending import Pending, own_slice
+from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
 from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
@@ -699,14 +698,13 @@ class _Update(NamedTuple):
         Where the wire has the copy's dtype, ``exactly``, rounded masters are gathered themselves.
         """
         total, values = given.total, jax.tree.leaves(masters)
-        found = [x - copy.astype(jnp.float32) for x, copy in zip(values, given.slices, strict=True)]
+        found = given.exact_differences(masters)
         own = {
-            i: (values[i] if exactly[i] else found[i]).astype(given.copies[i].dtype)
+            i: sent_of(values[i], given.slices[i], exactly[i])
             for i, split in enumerate(total.splits)
             if split
         }
-        with warnings.catch_warnings():  # what an encoding loses is in the next difference
-            warnings.filterwarnings("ignore", message=".*error of a super-group")
+        with errors_return():
             gathered = total.some(own).gather(_some(masters, own), key)
         for i, whole in zip(own, jax.tree.leaves(gathered), strict=True):
             wide = (x.astype(jnp.float32) for x in (whole, given.copies[i]))

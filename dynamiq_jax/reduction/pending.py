@@ -12,9 +12,11 @@ So all functions run with c(t+1), as if the differences had travelled at the end
 state does not hold differences: masters and copy determine them.
 """
 
+import contextlib
 import dataclasses
 import functools
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -76,18 +78,33 @@ class Pending:
         for i, (split, padding) in enumerate(zip(total.splits, total.padding, strict=True)):
             if split:
                 copy = own_slice(found[i], split, total.axis, padding)
-                if exactly[i]:
-                    own[i] = jnp.where(self.ready, held[i].astype(copy.dtype), copy)
-                else:
-                    own[i] = (held[i] - copy.astype(jnp.float32)).astype(copy.dtype)
+                sent = sent_of(held[i], copy, exactly[i])
+                own[i] = jnp.where(self.ready, sent, copy) if exactly[i] else sent
         places = [i for i, x in enumerate(own) if x is not None]
-        with warnings.catch_warnings():  # what an encoding loses is in the next difference
-            warnings.filterwarnings("ignore", message=".*error of a super-group")
+        with errors_return():
             whole = total.some(places).whole(treedef.unflatten(own), words)
         for i, x in zip(places, jax.tree.leaves(whole), strict=True):
-            added = jnp.where(self.ready, x, jnp.zeros_like(x))
-            found[i] = x if exactly[i] else (found[i] + added).astype(found[i].dtype)
+            if not exactly[i]:
+                added = jnp.where(self.ready, x, jnp.zeros_like(x))
+                x = (found[i] + added).astype(found[i].dtype)
+            found[i] = x
         return treedef.unflatten(found)
+
+
+def sent_of(master: Array, copy: Array, exactly: bool) -> Array:
+    """The difference that the owner of a slice sends, in the copy's dtype.
+
+    If the wire has this dtype, ``exactly``, it sends the master itself.
+    """
+    return (master if exactly else master - copy.astype(jnp.float32)).astype(copy.dtype)
+
+
+@contextlib.contextmanager
+def errors_return() -> Iterator[None]:
+    """Silences the warning of large errors: the next differences contain those of this gather."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*error of a super-group")
+        yield
 
 
 def own_slice(x: Array, split: Split, axis: Axis, padding: Padding) -> Array:
