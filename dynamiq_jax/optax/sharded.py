@@ -263,7 +263,7 @@ def sharded(
         if not is_outside(axis, (updates, params)):
             raise ValueError(
                 f"sharded found no map over axis {axis.name!r}, and no mesh of Explicit axes that "
-                "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
+                "has it; call it under jax.shard_map, or make the mesh by dq.make_mesh(shape, "
                 "names) and take gradients by dq.value_and_grad(reduce=False)"
             )
         from dynamiq_jax.experimental.explicit_mesh.explicit_updates import update_outside
