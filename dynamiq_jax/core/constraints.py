@@ -343,9 +343,10 @@ class _FromNothing(_Varying):
         if name == "shard_map":
             return self(equation.params["jaxpr"], operands)
         found = super().after(equation, operands)
-        given, made = (
-            [math.prod(x.aval.shape) for x in own] for own in (equation.invars, equation.outvars)
-        )
+        kinds: list[list[Any]] = [
+            [x.aval for x in own] for own in (equation.invars, equation.outvars)
+        ]
+        given, made = ([math.prod(x.shape) for x in own] for own in kinds)
         reduces = name.startswith(("reduce_", "arg", "dot_general"))
         return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
 
