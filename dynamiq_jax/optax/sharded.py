@@ -210,7 +210,7 @@ def sharded(
         beside a backward pass, as in `dynamiq_jax.sequential`.
       differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
         bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
-        ``DynamiQ(bits=2.5, dither=True)``.
+        ``DynamiQ(bits=2.5, dither=True)``; if ``compression`` is `BF16` or `F32`, the same method.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
@@ -263,7 +263,7 @@ def sharded(
         if not is_outside(axis, (updates, params)):
             raise ValueError(
                 f"sharded found no map over axis {axis.name!r}, and no mesh of Explicit axes that "
-                "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
+                "has it; call it under jax.shard_map, or make the mesh by dq.make_mesh(shape, "
                 "names) and take gradients by dq.value_and_grad(reduce=False)"
             )
         from dynamiq_jax.experimental.explicit_mesh.explicit_updates import update_outside

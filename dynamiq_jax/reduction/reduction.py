@@ -25,7 +25,7 @@ from dynamiq_jax.core.links import fast_links
 from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
+from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
@@ -344,7 +344,8 @@ class Reduction:
         """Whether the wire's numbers have the dtype of a leaf, so that its shards keep all bits."""
         methods = self._of_gathers().methods_of(leaves)
         return [
-            isinstance(method, BF16 | F32) and method.native_dtype(leaf.dtype) == leaf.dtype
+            isinstance(method, BF16 | F32)
+            and method.native_dtype(leaf.dtype).itemsize >= leaf.dtype.itemsize
             for method, leaf in zip(methods, leaves, strict=True)
         ]
 
@@ -413,20 +414,27 @@ def gathers_of(
 ) -> Compression:
     """How shards travel. A bare method, or the default, has the limits of the gradients.
 
-    ``copied`` is as for `Reduction`.
+    Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
+    alike. ``copied`` is as for `Reduction`.
     """
-    if isinstance(gather, Compression):
-        return gather
+    own = isinstance(gather, Compression)
+    told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
 
     def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
-        if cast(ByPath, compression.method)(path, leaf) is None:
+        method = cast(ByPath, compression.method)(path, leaf)
+        if method is None and not own:
             return None
-        if gather is None:
-            return _defaults(copied).gathers
-        return gather if isinstance(gather, Method) else gather(path, leaf)
+        if told.method is None:
+            return unless_plain(method, _defaults(copied).gathers)
+        if isinstance(told.method, Method):
+            return told.method
+        return told.method(path, leaf)
 
-    method = method_of if compression.by_path else gather
-    return dataclasses.replace(compression, method=method, topology=None)
+    if compression.by_path and (told.method is None or not own):
+        return dataclasses.replace(told, method=method_of)
+    if isinstance(compression.method, BF16 | F32) and told.method is None:
+        return dataclasses.replace(told, method=compression.method)
+    return told
 
 
 def _named(tree: Any) -> tuple[dict[str, Array], Any]:

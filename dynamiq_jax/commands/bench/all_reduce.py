@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -30,6 +29,7 @@ from dynamiq_jax.commands.bench.timing import Timing, compile_calls, repeat_on_d
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.core import meshes
 from dynamiq_jax.core.xla import compiled_by, compiler_options, jit
 from dynamiq_jax.methods.metrics import vnmse
 
@@ -133,7 +133,7 @@ def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
         raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
     shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
     names = AXES[-len(shape) :]
-    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+    return meshes.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
 
 
 def heavy_tailed_gradients(mesh: Mesh, coords: int) -> jax.Array:
