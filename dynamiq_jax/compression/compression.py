@@ -492,7 +492,7 @@ def explain(
 
     Args:
       tree: a step; or arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
-      *args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
+      args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
         arguments with `functools.partial`. For a tree, ``n_workers``.
       n_workers: for a tree, the size of the axis, or of every axis, the outermost first.
       compression: for a tree, as for `psum`. A step has its own.

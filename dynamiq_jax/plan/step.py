@@ -32,11 +32,13 @@ class PlanRun:
       plan: the plan.
       times: how often the step runs it.
       sent_bytes: bytes that one worker sends for it in a step.
+      whole: whether the collectives that were asked for are those of a whole number of runs.
     """
 
     plan: Plan
     times: int
     sent_bytes: float
+    whole: bool = True
 
     @property
     def native_bytes(self) -> float:
@@ -78,8 +80,9 @@ class StepExplanation:
       plans: the plans that it runs, in the order of their first collectives.
       others: collectives without a plan, those with most bytes first.
       sent_bytes: bytes that one worker sends in a step, by its plans and other collectives.
-      program_bytes: the same by the compiled program alone. On CPUs XLA widens floats of 16 bits,
-        which count as 16 bits here.
+      program_bytes: the same by the compiled program alone.
+      widened_bytes: the bytes by which XLA may widen floats of 16 bits of plans, which it does in
+        most collectives on CPUs.
       native_bytes: of ``sent_bytes``, leaves that are not compressed, and other collectives.
       between_hosts_bytes: of ``program_bytes``, collectives of devices on different hosts.
       counted: whether the turns of all loops around collectives are known; else one turn counts.
@@ -93,6 +96,7 @@ class StepExplanation:
     others: tuple[Other, ...]
     sent_bytes: float
     program_bytes: float
+    widened_bytes: float
     native_bytes: float
     between_hosts_bytes: float
     counted: bool
@@ -107,9 +111,11 @@ class StepExplanation:
     @property
     def agrees(self) -> bool:
         """Whether the compiled program sends what plans and other collectives say, within 1%."""
-        return self.pushes or abs(self.sent_bytes - self.program_bytes) <= AGREES * max(
-            self.program_bytes, 1.0
-        )
+        if not all(run.whole for run in self.plans):
+            return False
+        slack = AGREES * max(self.program_bytes, 1.0)
+        most = self.sent_bytes + self.widened_bytes
+        return self.pushes or self.sent_bytes - slack <= self.program_bytes <= most + slack
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
@@ -145,7 +151,9 @@ def explain_step(
         narrow, once = asked[scope, True], plan._replace(keyed=False).sent_bytes
         whole = asked[scope, False] + narrow
         times = _times(plan, whole, whole + widens * narrow, compiled_to[scope])
-        runs.append(PlanRun(plan, times, times * plan.sent_bytes))
+        exactly = whole / once if once else 1.0
+        fits = abs(exactly - round(exactly)) <= AGREES * exactly
+        runs.append(PlanRun(plan, times, times * plan.sent_bytes, fits))
         # Samples that XLA leaves out are narrow, too.
         left = times * (narrow * once / max(whole, 1.0) - (once - plan.sent_bytes))
         widened += widens * max(left, 0.0)
@@ -164,7 +172,8 @@ def explain_step(
         plans=tuple(runs),
         others=others,
         sent_bytes=sent,
-        program_bytes=sum(x.total_bytes for _, x in found) - widened,
+        program_bytes=sum(x.total_bytes for _, x in found),
+        widened_bytes=widened,
         native_bytes=sum(run.native_bytes for run in runs) + unplanned,
         between_hosts_bytes=crossing,
         counted=all(x.counted for _, x in found),
@@ -194,7 +203,7 @@ def _times(plan: Plan, asked: float, as_compiled: float, compiled: float) -> int
     once = plan._replace(keyed=False).sent_bytes
     times = asked / once if once else 1.0
     if plan.buckets and asked and not any(bucket.route.pushed for bucket in plan.buckets):
-        times *= compiled / as_compiled
+        times *= min(compiled / as_compiled, 1.0)  # more: joined with those of others
     return max(round(times), 1)
 
 
