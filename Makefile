@@ -9,7 +9,7 @@
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
 # make test-gpu  the core of the GPU tests, in the Python that is active now (PYTHON=... for another)
 # make test-gpu-release   the other GPU tests
-# make test-gpu-pages     every example, page, recipe and command on GPUs, and on two hosts of one
+# make test-gpu-pages  blocks of Python of the pages, and examples, on the GPUs of this machine
 
 PYTHON ?= python3
 VENV := .venv
@@ -61,7 +61,7 @@ test-gpu-release:
 	$(PYTHON) -m pytest -q --release tests/gpu
 
 test-gpu-pages:
-	$(PYTHON) tests/gpu/run_pages.py
+	$(PYTHON) tests/gpu/gpu_pages.py
 
 clean:
 	rm -rf $(VENV)

@@ -317,6 +317,7 @@ def test_markup_and_control_characters_in_names_of_users_do_nothing(tmp_path):
     np.savez(file, gradients=leaf, names=["[/red]\x1b[31mx"], sizes=[4096])
     result = ran("error", "--gradients", file, "--methods", "bf16", "--seeds", 1)
     assert "[/red] [31mx" in result.stdout and "[b]g.npz" in result.stdout
+    assert "vNMSE does not predict the loss" in result.stdout
     assert "\x1b" not in result.output
 
 
