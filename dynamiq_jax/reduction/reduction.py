@@ -299,7 +299,7 @@ class Reduction:
         `BF16` and `F32` are native all-gathers, in at most as many bits as the leaf has.
         """
         found, treedef = _named(shards)
-        words = key_words(key)
+        splits, words = dict(zip(found, self.splits, strict=True)), key_words(key)
         assert self.gathers is not None
         for some, own, split in self._kinds(shards, self._of_gathers(), sharded=True):
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
@@ -313,7 +313,7 @@ class Reduction:
                     topology = route.topology and route.topology.over(names, self.axis.names)
                     routed = dataclasses.replace(own, topology=topology)
                     some = gather_over(axis, some, routed, dimension, key=seed, to=self.to)
-            found |= some
+            found |= {name: _in_place(x, split, splits[name]) for name, x in some.items()}
         pairs = zip(self.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
 
@@ -335,6 +335,8 @@ class Reduction:
     ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
         """Leaves with the same split and method, by name; their compression; and their split.
 
+        Leaves that the same axes split along one dimension each share buckets: what is compressed
+        has its slices along dimension 0.
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
         device's shards; else it holds whole leaves, and those that travel are padded. Copied leaves
         have a plan only if the user passes one, or for gradients beside a backward pass, which
@@ -356,7 +358,11 @@ class Reduction:
         methods = compression.methods_of(described)
         if self.copied and (sharded or not self.overlaps):
             methods = [None if x is None else x.without_plan() for x in methods]
-        kinds = list(zip(methods, self.splits, self.others, strict=True))
+        splits = [_first(*pair) for pair in zip(self.splits, methods, strict=True)]
+        if not sharded:
+            triples = zip(named.items(), self.splits, splits, strict=True)
+            named = {name: _in_place(x, own, split) for (name, x), own, split in triples}
+        kinds = list(zip(methods, splits, self.others, strict=True))
         for kind in dict.fromkeys(kinds):
             method, split, _ = kind
             pairs = zip(named.items(), kinds, strict=True)
@@ -413,6 +419,23 @@ def _named(tree: Any) -> tuple[dict[str, Array], Any]:
     """The leaves by name, and the structure."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): x for path, x in leaves}, treedef
+
+
+def _first(split: Split, method: Method | None) -> Split:
+    """The split by which a leaf travels: XLA moves numbers along any dimension, as they are."""
+    if len(split) != 1 or method is None or isinstance(method, BF16 | F32):
+        return split
+    return ((0, split[0][1]),)
+
+
+def _in_place(x: Array, split: Split, wanted: Split) -> Array:
+    """A whole leaf with its slices along the dimension of another split, in the same order."""
+    if split == wanted:
+        return x
+    ((dimension, names),), ((to, _),) = split, wanted
+    n, shape = math.prod(lax.axis_size(name) for name in names), list(x.shape)
+    shape[dimension : dimension + 1] = [n, shape[dimension] // n]
+    return put_together(jnp.moveaxis(x.reshape(shape), dimension, 0), to)
 
 
 def _check_shard(
