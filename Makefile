@@ -8,6 +8,7 @@
 # make release-check   make test-release; builds sdist and wheel, runs the README's script with it
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
 # make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
+# make test-gpu-pages  blocks of Python of the pages, and examples, on the GPUs of this machine
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +16,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
 CORE := golden format hashing reference plan schedules psum_trees metrics weight optax
 
-.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu clean
+.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu test-gpu-pages clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -53,6 +54,9 @@ test-versions:
 
 test-gpu:
 	$(PYTHON) -m pytest -q tests/gpu
+
+test-gpu-pages:
+	$(PYTHON) tests/gpu/gpu_pages.py
 
 clean:
 	rm -rf $(VENV)

@@ -309,16 +309,19 @@ def test_every_step_has_noise_of_its_own(compressed):
     assert np.mean(np.asarray(first["in"]) != np.asarray(other["in"])) > 0.1
 
 
-def test_outside_of_maps_on_explicit_axes():
-    """The loss is that of all examples; `test_ways` has a mesh of one axis."""
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda x: x.name)
+def test_outside_of_maps_another_axis_splits_leaves(kind):
+    """On Explicit axes the loss is that of all examples; `test_ways` has a mesh of one axis."""
     specs = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(), "scale": P()}
     params, batches = problem()
-    optimizer, mesh = make("adamw", max_norm=0.5), mesh_of(4, 2, kind=AxisType.Explicit)
+    optimizer, mesh = make("adamw", max_norm=0.5), mesh_of(4, 2, kind=kind)
+    explicit = kind == AxisType.Explicit
 
     def loss(params, x):
-        return loss_fn(params, jax.reshard(x, P("data")))
+        return loss_fn(params, jax.reshard(x, P("data")) if explicit else x)
 
-    grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, reduce=False)
+    told = {"mesh": mesh, "specs": None if explicit else specs, "reduce": False}
+    grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, **told)
 
     @jax.jit
     def step(params, state, x):
@@ -327,7 +330,7 @@ def test_outside_of_maps_on_explicit_axes():
 
     with jax.set_mesh(mesh):
         found = put(params, mesh, specs)
-        state = dq.optax.init(optimizer, found, mesh)
+        state = optimizer.init(found)
         norms = []
         for x in batches[:3]:
             found, state = step(found, state, put(x, mesh, P("data")))
@@ -408,7 +411,7 @@ def test_what_does_not_go_is_refused():
     for words, call, *args in (
         ("how many workers axis 'data' has; call dq.optax.init", optimizer.init, params),
         (r"optimizer.update\(grads, opt_state, params\)", optimizer.update, params, state),
-        ("no map over axis 'data', and no mesh of Explicit axes", optimizer.update, params, state,
+        ("no map over axis 'data', and no mesh that has it", optimizer.update, params, state,
          params),
         ("max_norm=0 must be above 0", lambda: make("sgd", max_norm=0)),
         (r"leaf in is sharded over \['data'\]", init, make("sgd", specs=over_data), params),

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 from jax.experimental.mesh_utils import create_hybrid_device_mesh
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -107,6 +109,37 @@ def mesh_of(tree: Any) -> AbstractMesh:
 def is_explicit(mesh: AbstractMesh) -> bool:
     """Whether JAX's types say how arrays lie on every axis of the mesh."""
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
+
+
+def meshes_of(tree: Any) -> list[Mesh | AbstractMesh]:
+    """The meshes of the leaves that have one; those of tracers have no devices."""
+    leaves = (jax.typeof(x) if isinstance(x, Tracer) else x for x in jax.tree.leaves(tree))
+    shardings = (getattr(x, "sharding", None) for x in leaves)
+    return [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether JAX traces the call: a leaf is a tracer, or a `jax.jit` is around it."""
+    leaves = [*jax.tree.leaves(tree), jnp.zeros(())]
+    return any(isinstance(x, Tracer) for x in leaves)
+
+
+def auto_mesh_of(
+    axis: Axis, tree: Any, told: Mesh | AbstractMesh | None = None
+) -> Mesh | AbstractMesh | None:
+    """The mesh with these axes whose axes are all Auto, outside of maps; `None`: there is none.
+
+    It is the first such among ``told``, that of `jax.set_mesh`, and those of the leaves. While JAX
+    traces, it may have no devices.
+    """
+    traced = is_traced(tree)
+    meshes: list[Any] = [told, get_abstract_mesh() if traced else jax.sharding.get_mesh()]
+    for mesh in [*meshes, *meshes_of(tree)]:
+        if mesh is not None and not mesh.empty and {*axis.names} <= {*mesh.axis_names}:
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if all(kind == AxisType.Auto or mesh.shape[name] == 1 for name, kind in kinds):
+                return mesh
+    return None
 
 
 def is_outside(axis: Axis, tree: Any) -> bool:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
@@ -105,17 +106,22 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     Raises:
       ValueError: parameters whose values the state needs were put on other devices.
     """
+    return placed_state(optimizer.init, params, mesh)
+
+
+def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
+    """`init` by the function that an optimizer starts with."""
     check_nodes(params)
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     around = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if traced else jax.set_mesh(mesh)
     with around:
-        shapes = jax.eval_shape(optimizer.init, params)
+        shapes = jax.eval_shape(start, params)
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), _specs(shapes))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
         try:
-            return jax.jit(optimizer.init, out_shardings=shardings)(params)
+            return jax.jit(start, out_shardings=shardings)(params)
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
@@ -342,21 +348,25 @@ def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]
     return {own(name): leaf for name, leaf in saved.items()}
 
 
-def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
+def known_sizes(
+    axis: Axis, what: str = "", mesh: Mesh | AbstractMesh | None = None
+) -> tuple[tuple[int, ...] | None, bool]:
     """The workers on every axis, if known, and whether a surrounding map has the axis.
 
-    If ``what`` names a function that needs them, raises ValueError if they are not known.
+    Outside of maps they are those of ``mesh``, by default of `jax.set_mesh`. If ``what`` names a
+    function that needs them, raises ValueError if they are not known.
     """
     try:
         return axis_sizes(axis), True
-    except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
-        mesh = jax.sharding.get_abstract_mesh()
+    except NameError:  # outside of any map
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if all(name in mesh.shape for name in axis.names):
         return tuple(mesh.shape[name] for name in axis.names), False
     if what:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
-            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh), or for "
+            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh), or put "
+            "params on the mesh: jax.device_put(params, jax.NamedSharding(mesh, jax.P())), or for "
             f"jax.pmap: {_pmapped(axis.name)}"
         )
     return None, False

@@ -13,6 +13,7 @@ import optax
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.reduction.worker_gradients import has_terms
 
 _FOLDER = os.path.join(os.path.dirname(optax.__file__), "")
 _SCAN = "To reduce once per window, add up its gradients in a scan and call update once"
@@ -76,7 +77,7 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
 
     Args:
       axis: the workers.
-      tree: the parameters or gradients, which say whether the call is on Explicit axes.
+      tree: the parameters or gradients, which say whether the call is outside of maps.
       function: whose remedy the error has.
 
     Raises:
@@ -86,7 +87,8 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     if name is None:
         return
     wrapper = _WRAPPERS[name]
-    typed = is_outside(axis, tree) or (axis.mapped and axis.tracked)
+    outside = is_outside(axis, tree) or has_terms(tree)
+    typed = outside or (axis.mapped and axis.tracked)
     then = "raises" if typed else wrapper.untyped
     if then == "trains" or (then == "warns" and not axis.mapped):  # `init` need not warn, too
         return
