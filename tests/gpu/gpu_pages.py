@@ -53,11 +53,11 @@ HOSTS = {
     "four_hosts.py": ["shared"],
     "train_multihost.py": ["--steps", "20", "--checkpoint-dir", "shared"],
 }
-"""The same for two hosts, where each has a process."""
+"""Arguments of examples on two hosts, where each has a process."""
 
 
 class Row(NamedTuple):
-    """What is run, and why not."""
+    """Commands of one row of the table, or the reason why they do not run."""
 
     name: str
     commands: list[list[str]]

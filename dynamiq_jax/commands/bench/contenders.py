@@ -149,7 +149,7 @@ class Contender(NamedTuple):
     topology: Any = None
     """`None`: native collectives."""
     compression: dq.Compression | None = None
-    """What `reduce` passes to `dq.psum`; `None`: native collectives."""
+    """The options of `dq.psum` in `reduce`; `None`: native collectives."""
     replicated: bool = True
     """Whether all workers end with the same."""
     remembers: bool = False
