@@ -134,6 +134,23 @@ def test_exact_halves_train_as_plain_optax_does(rule, axes, topology):
     assert (int(state.step), int(state.skipped)) == (4, 0)
 
 
+def test_leaves_that_are_split_along_unlike_dimensions_share_a_bucket():
+    """Each dimension alone has too few coordinates for a bucket of its own."""
+    shapes = {"first": (128, 9), "second": (9, 128), "third": (3, 3, 128)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    method = dataclasses.replace(CHEAP, min_bucket_size=3 * 9 * 128)
+    optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method, differences=method)
+
+    def update(params, grads):
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    maps = {"in_specs": (P(), P()), "out_specs": P(), "check_vma": False}
+    run = jax.shard_map(update, mesh=auto_mesh(), **maps)
+    text = str(jax.make_jaxpr(run)(params, params))
+    assert len(re.findall(r"= all_to_all", text)) == 1 and "reduce_scatter" not in text
+    assert not re.findall(r"f32\[[\d,]+\] = all_gather", text)
+
+
 class Fields(NamedTuple):
     """Parameters in another order than that of their names, split along unlike dimensions."""
 

@@ -45,7 +45,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.outside import on_auto_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
-from dynamiq_jax.optax.wrappers import check_wrappers
+from dynamiq_jax.optax.wrappers import check_following, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
@@ -295,6 +295,8 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
+        if not all(total.gathers_exactly(describe_leaves(params))):
+            check_following()
         _check_alike("params", params, state)
         _check_alike("gradients", updates, state, is_leaf=is_terms)
         if axis.mapped and not has_terms(updates):

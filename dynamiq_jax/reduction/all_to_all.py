@@ -118,7 +118,7 @@ def all_to_all(
     if backward is not None and backward != "auto":
         check_method(backward, "backward")
         check_exchanges(backward, n, "backward")
-    plan = compression.plan(leaves, sizes, "all-to-all", without=fixed)
+    plan = compression.plan(leaves, sizes, "all-to-all", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
     rule = Exchange(axis, cut, concat_axis, backward)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
@@ -139,7 +139,7 @@ class Exchange(NamedTuple):
         options = {"axis_index_groups": self.axis.groups, "tiled": self.cut.tiled}
         for leaf, _, _ in leaves:
             n_axes, own = len(leaf.shape), jnp.asarray(values[leaf.index])
-            split, concat = (i % n_axes for i in (self.cut.dimension, self.concat_axis))
+            split, concat = (i % n_axes for i in (self.cut.dimension(leaf), self.concat_axis))
             found[leaf.index] = lax.all_to_all(own, self.axis.name, split, concat, **options)
         return found
 

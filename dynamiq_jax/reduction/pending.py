@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import Reduction, Split
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -37,7 +38,7 @@ _taken: set[AxisName] = set()
     jax.tree_util.register_dataclass, data_fields=("ready", "words"), meta_fields=("total",)
 )
 @dataclasses.dataclass(frozen=True)
-class Pending:
+class Pending(Serializable):
     """Differences that have not travelled yet, and the seed and the way in which they will.
 
     Attributes:

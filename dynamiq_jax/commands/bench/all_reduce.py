@@ -58,13 +58,18 @@ class AllReduceRow(Timing):
     transport: str
 
 
-def payloads_by(topology: Any, sizes: tuple[int, ...]) -> str:
-    """How the payloads of a topology travel on axes of these sizes, see `Topology.transport`."""
-    if topology is None:
+def payloads_by(compression: Compression | None, sizes: tuple[int, ...], size_bytes: int) -> str:
+    """How a psum of so many bytes sends payloads on axes of these sizes, see `Topology.transport`.
+
+    Sums that one push kernel does are "push" whatever the topology's transport is.
+    """
+    if compression is None or compression.topology is None:
         return "xla"
     with compiled_by(compiler_options()):
-        route: Any = Compression(topology=topology).route(sizes).topology
-    return route.levels(sizes).outer.transport
+        route: Any = compression.route(sizes)
+    if route.pushed is not None and route.pushed[0] <= size_bytes <= route.pushed[1]:
+        return route.push.transport
+    return route.topology.levels(sizes).outer.transport
 
 
 def repetitions(size_bytes: int, platform: str, iterations: int | None = None) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def bench_all_reduce(
                     n_workers=n,
                     iterations=counts["iterations"],
                     backend=contender.backend,
-                    transport=payloads_by(contender.topology, mesh.devices.shape),
+                    transport=payloads_by(contender.compression, mesh.devices.shape, size_bytes),
                     **asdict(timing),
                 )
             )
