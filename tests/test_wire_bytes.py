@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from workers import mesh_of
 
 import dynamiq_jax as dq
+from dynamiq_jax.tree.leaves import describe_leaves
 
 ASKED = re.compile(
     r'"stablehlo\.(all_reduce|all_gather|reduce_scatter)".*?\) -> tensor<([\dx]*)(\w+)>', re.DOTALL
@@ -204,13 +205,14 @@ def test_halves_over_two_levels_move_what_the_route_says(name):
     topology, expected = LEVELS[name]
     sizes, n, part = (2, 4), 8, 256 * 20 + 40
     method = dataclasses.replace(small(dq.DynamiQ()), topology=topology)
-    route = method.route(sizes)
     own, whole = flat_of(part), flat_of(n * part)
     scatter, gather = (partial(f, tiled=True) for f in (dq.psum_scatter, dq.all_gather))
-    for run, part_of_all, promised, moves in (
-        (scatter, whole, route.sharded_wire_bits(part), expected | {"all-reduce"}),
-        (gather, own, route.sharded_wire_bits(part, method.method), {"all-gather"}),
+    for run, kind, part_of_all, moves in (
+        (scatter, "reduce-scatter", whole, expected | {"all-reduce"}),
+        (gather, "all-gather", own, {"all-gather"}),
     ):
+        (move,) = method.plan(describe_leaves(part_of_all), sizes, kind).moves
+        promised = move.sent_bits, move.outer_bits
         moved = moved_bits(*lower(run, part_of_all, sizes, method), n, n_inner=4)
         crossing = moved.pop("crossing")
         assert set(moved) == moves

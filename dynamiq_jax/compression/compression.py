@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.explanation import Explanation, explain_grouping
+from dynamiq_jax.compression.explanation import Explanation, explain_plan
 from dynamiq_jax.compression.routes import Route, TwoLevels
 from dynamiq_jax.compression.ways import bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
@@ -25,12 +25,12 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
+from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
-    Grouping,
     Leaf,
     describe_leaves,
     group_leaves,
@@ -197,20 +197,19 @@ class Compression(Options):
         limited = {"min_bucket_size", "min_bucket_bytes"} & self.limits.keys()
         return found and ((self.limits.get("min_bucket_bytes", 0), found[1]) if limited else found)
 
-    def group(
+    def plan(
         self,
         leaves: list[Leaf],
         sizes: tuple[int, ...],
+        kind: Kind = "all-reduce",
         *,
         without: Collection[int] = (),
-        limits_of: Callable[[Route], Limits] = lambda route: route.sum_limits,
-        bits_of: Callable[[Route, Bucket], float] = Route.bits_per_coord,
         **options: bool,
-    ) -> Grouping:
-        """Sorts leaves, as one device holds them, into buckets with routes, and exact leaves.
+    ) -> Plan:
+        """Decides how leaves, as one device passes them to a collective, travel: the only place.
 
-        Leaves in ``without`` belong to neither, and `Grouping.apart` has the large ones of them.
-        ``bits_of`` returns wire bits per coordinate; bf16 takes 16. Other options are those of
+        Leaves in ``without`` are in no bucket, and `Plan.apart` has the large ones of them. An
+        all-reduce leaves them out; other collectives move them natively. Other options are those of
         `route`.
         """
         methods = self.methods_of(leaves)
@@ -223,17 +222,16 @@ class Compression(Options):
                 exact += [(leaf, "excluded") for leaf in own if leaf.index not in without]
                 continue
             route = self.route(sizes, method, **options)
+            route.check(kind)
             own = with_scale_axes(own, method.scale_axis)
-            limits = limits_of(route)._asdict()
+            limits = route.limits_of(kind, self.limits)._asdict()
             limits["declined"] = {leaf.index: method.declines(leaf) for leaf in own}
-            found = group_leaves([leaf for leaf in own if leaf.index not in without], **limits)
-            exact += found.exact
+            found, small = group_leaves([x for x in own if x.index not in without], **limits)
+            exact += small
             if kept := [leaf for leaf in own if leaf.index in without]:
-                apart += (
-                    x for bucket in group_leaves(kept, **limits).buckets for x in bucket.leaves
-                )
-            for bucket in found.buckets:
-                bits = bits_of(route, bucket) if method.most_bits < math.inf else 0.0
+                apart += (x for bucket in group_leaves(kept, **limits)[0] for x in bucket.leaves)
+            for bucket in found:
+                bits = route.bits_per_coord(kind, bucket) if method.most_bits < math.inf else 0.0
                 if bits < method.most_bits:
                     buckets.append(bucket._replace(route=route))
                     continue
@@ -243,7 +241,10 @@ class Compression(Options):
                 )
                 exact += [(leaf, reason) for leaf in bucket.leaves]
         exact.sort(key=lambda entry: entry[0].index)
-        return Grouping(tuple(buckets), tuple(exact), tuple(methods), tuple(apart))
+        if kind != "all-reduce":
+            exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
+        natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
+        return Plan(kind, sizes, tuple(buckets), natives, tuple(methods), tuple(apart))
 
     def init_state(
         self,
@@ -273,9 +274,9 @@ class Compression(Options):
         """
         counts = axis_counts(n_workers)
         leaves, sizes = placed_leaves(tree, mesh, specs)
-        grouping = self.group(leaves, counts, overlaps=True)
-        parts = [n_parts(bucket_axes(bucket, sizes), sizes) for bucket in grouping.buckets]
-        state = first_states(grouping, parts)
+        plan = self.plan(leaves, counts, overlaps=True)
+        parts = [n_parts(bucket_axes(bucket, sizes), sizes) for bucket in plan.buckets]
+        state = first_states(plan, parts)
         if not stacked:
             return state
         n = math.prod(counts)
@@ -317,10 +318,10 @@ class Compression(Options):
         if rate is not None and elsewhere is None:
             elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
         leaves, _ = placed_leaves(tree, mesh, specs)
-        grouping = self.group(leaves, sizes, here=elsewhere is None)
-        routes = dict.fromkeys(bucket.route for bucket in grouping.buckets)
+        plan = self.plan(leaves, sizes, here=elsewhere is None)
+        routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
         routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
-        explanation = explain_grouping(grouping, routes, elsewhere)
+        explanation = explain_plan(plan, routes, elsewhere)
         if per_second:
             per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
             if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
@@ -482,7 +483,7 @@ def explain(
     return as_compression(compression, topology, method=method).explain(tree, n_workers, **options)
 
 
-def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
+def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:
     """One worker's states of all buckets; for buckets in several parts, of all parts."""
 
     def first(bucket: Bucket, count: int) -> State:
@@ -492,7 +493,7 @@ def first_states(grouping: Grouping, counts: list[int]) -> tuple[State, ...]:
             return state
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), state)
 
-    pairs = zip(grouping.buckets, counts, strict=True)
+    pairs = zip(plan.buckets, counts, strict=True)
     return tuple(first(bucket, count) for bucket, count in pairs)
 
 

@@ -9,7 +9,8 @@ from typing import Self
 from dynamiq_jax.compression.routes import Route, TwoLevels
 from dynamiq_jax.compression.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.methods.base import Method
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Grouping, Leaf
+from dynamiq_jax.plan.plan import Plan
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +141,21 @@ class Explanation:
         return dataclasses.replace(self, ways=ways, fastest=said)
 
 
-def explain_grouping(
-    grouping: Grouping,
+def explain_plan(
+    plan: Plan,
     routes: Sequence[Route],
     assumed: str | None = None,
 ) -> Explanation:
-    """Explains a grouping by ``routes``, or by the default route, with their assumptions."""
+    """Explains a plan by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
     bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0
     told: list[tuple[Leaf, int | None, str, float]] = [
-        (leaf, None, f"exact: {why}", share * leaf.nbytes) for leaf, why in grouping.exact
+        (leaf, None, f"exact: {why}", share * leaf.nbytes) for leaf, why, _ in plan.exact
     ]
-    outer = sum(share * leaf.nbytes for leaf, _ in grouping.exact)
-    for number, bucket in enumerate(grouping.buckets):
-        whole_bits, outer_bits = bucket.route.wire_bits(bucket)
+    outer = sum(share * leaf.nbytes for leaf, _, _ in plan.exact)
+    for number, bucket in enumerate(plan.buckets):
+        whole_bits, outer_bits = bucket.route.bits("all-reduce", bucket)
         outer += outer_bits / 8
         for leaf in bucket.leaves:
             part = whole_bits / 8 * leaf.size / bucket.size
@@ -167,19 +168,19 @@ def explain_grouping(
     leaves, total = [row[0] for row in told], sum(row.wire_bytes for row in rows)
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
-    pays = bool(grouping.buckets) and n > 1
+    pays = bool(plan.buckets) and n > 1
     errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
     if not any(isinstance(route.runner, TwoLevels) for route in routes):
         outer = total  # one level: all bytes are those of its axes
     kernels = [route.method.kernels for route in routes]
-    found = ways(grouping, (total, outer), n) if pays else ()
+    found = ways(plan, (total, outer), n) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
         rows=tuple(rows),
         n_workers=n,
-        method=_described(routes, grouping.methods),
+        method=_described(routes, plan.methods),
         topology="; ".join(dict.fromkeys(topologies)),
         reason="; ".join(dict.fromkeys(reasons)),
         wire_bytes=total,
@@ -189,9 +190,7 @@ def explain_grouping(
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=found,
-        padded=padded_leaves(grouping, n, min(r.limits.min_leaf_size for r in routes))
-        if n > 1
-        else (),
+        padded=padded_leaves(plan, n, min(r.limits.min_leaf_size for r in routes)) if n > 1 else (),
         kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)),
         kernels_reason="; ".join(dict.fromkeys(k.reason for k in kernels if k and k.reason))
         or None,

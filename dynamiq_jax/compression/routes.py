@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
@@ -13,7 +14,10 @@ from jaxtyping import Float
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.methods.base import Call, Collective, Limits, Method, Outcome, State
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
+from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.metrics import PayloadFacts, compounded
+from dynamiq_jax.plan.plan import Kind, native_share
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket
 
@@ -60,35 +64,59 @@ class Route:
             return None
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
-    def wire_bits(self, bucket: Bucket) -> tuple[int, int]:
-        """Bits that one worker sends for a bucket, and how many of them on the outer axes."""
-        method, n = self.runner.of_bucket(bucket), self.n_workers
-        own = bucket.size, n, self.flat
-        return method.wire_bits(*own), method.outer_wire_bits(*own)
+    def bits(self, kind: Kind, bucket: Bucket) -> tuple[int, int]:
+        """Bits that one worker sends for a bucket, and how many of them on the outer axes.
 
-    def bits_per_coord(self, bucket: Bucket) -> float:
-        """Wire bits per coordinate of a bucket, of which a bf16 all-reduce takes 16."""
-        # The coordinates that pass a worker: 2 (n - 1)/n of all.
-        share = 2 * (self.n_workers - 1) / self.n_workers * bucket.size
-        return self.wire_bits(bucket)[0] / share if share else 0.0
-
-    def sharded_bits_per_coord(self, part: int, *, gather: bool = False) -> float:
-        """Wire bits per coordinate of a scatter or gather of slices of ``part``; bf16 takes 16."""
-        share = (self.n_workers - 1) * part
-        gathers = self.method if gather else None
-        return self.sharded_wire_bits(part, gathers)[0] / share if share else 0.0
-
-    def sharded_wire_bits(self, part: int, gathers: Method | None = None) -> tuple[int, int]:
-        """Bits to scatter slices of ``part``, or to gather them; and those on the outer axes."""
-        n, levels = self.n_workers, self.runner
-        if gathers is not None:
+        The bucket holds what a worker passes to the collective: whole terms, blocks for all
+        workers, or for an all-gather one worker's shards.
+        """
+        n, levels, part = self.n_workers, self.runner, -(-bucket.size // self.n_workers)
+        if kind == "all-reduce":
+            method, own = levels.of_bucket(bucket), (bucket.size, n, self.flat)
+            return method.wire_bits(*own), method.outer_wire_bits(*own)
+        if kind == "all-gather":
             n_outer = n // levels.n_inner if isinstance(levels, TwoLevels) else n
-            sent, crossing = (gathers.sharded_wire_bits(part, k, None) for k in (n, n_outer))
+            sizes = (n, n_outer)
+            sent, crossing = (self.method.sharded_wire_bits(bucket.size, k, None) for k in sizes)
             return sent, crossing
-        if isinstance(levels, TwoLevels):
+        if kind == "all-to-all":
+            bits = cast(HopMethod, self.method.of_bucket(bucket)).exchange_bits(part, n)
+        elif isinstance(levels, TwoLevels):
             return levels.scatter_wire_bits(part, n)
-        bits = self.method.sharded_wire_bits(part, n, self.flat)
+        else:
+            bits = self.method.sharded_wire_bits(part, n, self.flat)
         return bits, bits
+
+    def bits_per_coord(self, kind: Kind, bucket: Bucket) -> float:
+        """Wire bits per coordinate of a bucket, of which bf16 takes 16."""
+        n = self.n_workers
+        size = bucket.size if kind in ("all-reduce", "all-gather") else n * -(-bucket.size // n)
+        share = native_share(kind, n) * size
+        return self.bits(kind, bucket)[0] / share if share else 0.0
+
+    def limits_of(self, kind: Kind, passed: Mapping[str, int]) -> Limits:
+        """The limits of a kind of collective; ``passed`` has those that the user passed.
+
+        On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
+        limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is
+        kept. The limits of a gather apply to the whole leaf, of which a worker passes its shard.
+        """
+        if kind == "all-reduce":
+            return self.sum_limits
+        limits, n = self.limits, self.n_workers
+        if limits.min_bucket_bytes == psum_bytes(n) and "min_bucket_bytes" not in passed:
+            least = psum_scatter_bytes(n)
+            bucket = max(limits.bucket_bytes, 2 * least)
+            limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
+        shards = n if kind == "all-gather" else 1
+        return Limits(*(-(-limit // shards) for limit in limits))
+
+    def check(self, kind: Kind) -> None:
+        """Refuses a method that does not do this kind of collective."""
+        if kind == "all-to-all":
+            check_exchanges(self.method, self.n_workers)
+        elif kind != "all-reduce":
+            self.sharded()
 
     def sharded(self) -> tuple[Method, Topology | None]:
         """The method that scatters and gathers, which may be `TwoLevels`, and the topology."""
@@ -113,6 +141,16 @@ def check_shards(method: Method, what: str) -> None:
             f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
             "dq.DynamiQ() or dq.comparators.MXFP8(), or reduce with dq.psum over a topology "
             "without them"
+        )
+
+
+def check_exchanges(method: Method, n_workers: int, name: str = "method") -> None:
+    """Refuses methods that cannot encode blocks without an agreement between workers."""
+    if not (isinstance(method, HopMethod) and method.exchanges(n_workers)):
+        raise NotImplementedError(
+            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
+            "dither, state or lost packets, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
+            "dq.comparators.MXFP8() or dq.BF16()"
         )
 
 

@@ -1,5 +1,6 @@
 """Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
@@ -9,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from dynamiq_jax.methods import BF16, DynamiQ, Method
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Grouping, Leaf
+from dynamiq_jax.plan.plan import Plan
+from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Leaf
 from dynamiq_jax.tree.padding import Padding, split_dimension
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
@@ -79,18 +81,18 @@ class PaddedLeaf:
     kept_bytes: int
 
 
-def padded_leaves(grouping: Grouping, n_workers: int, least: int) -> tuple[PaddedLeaf, ...]:
+def padded_leaves(plan: Plan, n_workers: int, least: int) -> tuple[PaddedLeaf, ...]:
     """The leaves that `dq.optax.sharded` pads: in buckets, and large ones that travel exactly.
 
     ``least`` is the number of coordinates from which it splits a leaf.
     """
-    leaves = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    leaves = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
     leaves += [
         leaf
-        for leaf, _ in grouping.exact
+        for leaf, _, _ in plan.exact
         if leaf.size >= least
         and leaf.dtype.name in COMPRESSED_DTYPES
-        and grouping.methods[leaf.index] is not None
+        and plan.methods[leaf.index] is not None
     ]
     found = []
     for leaf in sorted(leaves, key=lambda leaf: leaf.index):
@@ -129,37 +131,37 @@ def bytes_per_second(rate: str) -> float:
     return float(found[1]) * prefixes[found[2].lower()] / unit
 
 
-def ways(grouping: Grouping, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
-    """The three ways for the leaves of a grouping; none if a method does not scatter.
+def ways(plan: Plan, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
+    """The three ways for the leaves of a plan; none if a method does not scatter.
 
     Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced. A
     worker that all-reduces all gradients sends ``all_reduced`` bytes: in all, and on the outer
     axes.
     """
-    if not all(bucket.route.method.shards for bucket in grouping.buckets):
+    if not all(bucket.route.method.shards for bucket in plan.buckets):
         return ()
-    n, whole = n_workers, [leaf for leaf, _ in grouping.exact]
+    n, whole = n_workers, [leaf for leaf, _, _ in plan.exact]
     share = 2 * (n - 1) / n
     exact = share * sum(leaf.nbytes for leaf in whole)
     kept = sum(leaf.nbytes + MOMENTS * leaf.size for leaf in whole)
-    split = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
+    split = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
     size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
     # Sharded updates pad leaves, and keep whole those that workers cannot split.
     left = [leaf for leaf in split if _padding(leaf, n) is None]
-    padded_size = sum(_padded_size(bucket, n) for bucket in grouping.buckets)
+    padded_size = sum(_padded_size(bucket, n) for bucket in plan.buckets)
     scattered, parameters = (
-        np.sum([_of_fsdp(bucket, how) for bucket in grouping.buckets], axis=0)
+        np.sum([_of_fsdp(bucket, how) for bucket in plan.buckets], axis=0)
         for how in (None, PARAMETERS)
     )
     updates = np.sum(
         [
             _sharded_bytes(bucket, _padded_size(bucket, n), how)
-            for bucket in grouping.buckets
+            for bucket in plan.buckets
             for how in (None, DIFFERENCES.without_plan())
         ],
         axis=0,
     )
-    in_bf16 = any(bucket.route.shards_in_bf16 for bucket in grouping.buckets)
+    in_bf16 = any(bucket.route.shards_in_bf16 for bucket in plan.buckets)
     said = ", in bf16: over NVLink compression takes longer" if in_bf16 else ""
     gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
     masters = (4 + MOMENTS) * (padded_size / n + sum(leaf.size for leaf in left))  # f32
@@ -205,7 +207,12 @@ def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndar
     if not size:  # no leaf of the bucket can be split
         return np.zeros(2)
     route = bucket.route
-    return np.array(route.sharded_wire_bits(-(-size // route.n_workers), gathers)) / 8
+    part = dataclasses.replace(bucket.leaves[0], shape=(-(-size // route.n_workers),))
+    if gathers is not None:
+        route = dataclasses.replace(route, method=gathers)
+        return np.array(route.bits("all-gather", Bucket((part,)))) / 8
+    whole = dataclasses.replace(part, shape=(route.n_workers * part.size,))
+    return np.array(route.bits("reduce-scatter", Bucket((whole,)))) / 8
 
 
 def lines(found: Sequence[Way]) -> list[str]:

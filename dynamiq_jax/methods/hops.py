@@ -170,6 +170,14 @@ class HopMethod(TellsLosses):
 
         return jax.vmap(decode)(gathered, jnp.arange(call.n_workers, dtype=jnp.int32))
 
+    def exchanges(self, n_workers: int) -> bool:
+        """Whether the method encodes blocks without an agreement between workers."""
+        return self.shards and not self.needs_state
+
+    def exchange_bits(self, size: int, n_workers: int) -> int:
+        """Bits that one worker sends to exchange blocks of ``size`` coordinates."""
+        return (n_workers - 1) * self.block_bits(size)
+
     def exchange(self, x: Float[Array, "n s"], call: Call) -> Float[Array, "n s"]:
         """Sends row j of ``x`` to worker j; row i of the result is from worker i.
 

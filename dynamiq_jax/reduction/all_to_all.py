@@ -9,35 +9,37 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float
 
-import pallas_kernels as pk
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression, check_method
-from dynamiq_jax.compression.routes import Route
+from dynamiq_jax.compression.routes import check_exchanges
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
-from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, fold_seed, key_words, seed_of
-from dynamiq_jax.methods import DynamiQ, Method
+from dynamiq_jax.core.seeds import Seed, fold_seed
+from dynamiq_jax.engine.run import Values, run
+from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.reduction import scatter_gather
+from dynamiq_jax.plan.plan import Native, Plan
+from dynamiq_jax.reduction.scatter_gather import (
+    Cut,
+    check_and_describe,
+    check_axis_of,
+    pieces,
+    put_together,
+)
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Bucket, Grouping, from_flat, joined
+from dynamiq_jax.tree.leaves import Bucket, from_flat, joined
 from dynamiq_jax.tree.placement import check_whole
-from pallas_kernels.format import TILE_ROWS, WireFormat
 
 Tree = TypeVar("Tree")
 
 EIGHT_BITS = DynamiQ(bits=8.5)
 """The default: codes of 8 bits, and 0.34 bits of scales for each code."""
-FLAGS = 16
-"""Flags of super-groups come in multiples of this: payloads are whole quads of words."""
 
 
 def all_to_all(
@@ -103,60 +105,64 @@ def all_to_all(
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
     compression = replace(
         as_compression(compression, method=method, default=EIGHT_BITS), topology=None
-    )
+    )  # an exchange has one level
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
     told["backward"] = backward
-    sizes, leaves, fixed = scatter_gather.check_and_describe(
-        "all_to_all", axis, x, compression, key, told
-    )
+    sizes, leaves, fixed = check_and_describe("all_to_all", axis, x, compression, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
-    cut = scatter_gather.Cut(split_axis, tiled, n)
+    cut = Cut(split_axis, tiled, n)
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
-        scatter_gather.check_axis_of(leaf, "concat_axis", concat_axis)
+        check_axis_of(leaf, "concat_axis", concat_axis)
     if backward is not None:
         check_method(backward, "backward")
-        _check_serves(backward, n, "backward")
-    check = lambda route: _check_serves(route.method, n)
-    grouping = scatter_gather.group_parts(
-        compression, leaves, sizes, _exchanged_bits, fixed=fixed, check=check
-    )
-    check_whole(grouping, axis)
-    options = {"backward": backward, "cut": cut, "concat_axis": concat_axis}
-    values = _exchange_leaves(values, key, grouping=grouping, axis=axis, **options)
-    return jax.tree.unflatten(treedef, values)
+        check_exchanges(backward, n, "backward")
+    plan = compression.plan(leaves, sizes, "all-to-all", without=fixed)
+    check_whole(plan.buckets, axis)
+    rule = Exchange(axis, cut, concat_axis, backward)
+    found, _, _ = run(plan, rule, dict(enumerate(values)), key)
+    return treedef.unflatten(found.values())
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "backward", "cut", "concat_axis"))
-def _exchange_leaves(
-    values: list[Array],
-    key: Array | None,
-    *,
-    grouping: Grouping,
-    axis: Axis,
-    backward: Method | None,
-    cut: scatter_gather.Cut,
-    concat_axis: int,
-) -> list[Array]:
-    words, values = key_words(key), list(values)
-    for leaf, _ in grouping.exact:
-        split, concat = (i % len(leaf.shape) for i in (cut.dimension, concat_axis))
-        options = {"axis_index_groups": axis.groups, "tiled": cut.tiled}
-        own = jnp.asarray(values[leaf.index])
-        values[leaf.index] = lax.all_to_all(own, axis.name, split, concat, **options)
-    seeds = grouping.seeds(words)
-    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
-        blocks: Any = joined(parts)
-        if cut.n_workers > 1:
-            forth = bucket.route.method.of_bucket(bucket)  # an exchange has one level
-            blocks = _exchange(blocks, seed, axis, forth, backward or forth)
-        found = scatter_gather.pieces(blocks, [part.shape[1] for part in parts])
-        for leaf, own in zip(bucket.leaves, found, strict=True):
-            own = from_flat(own, cut.of(leaf))  # blocks of all workers
-            values[leaf.index] = scatter_gather.put_together(own, concat_axis, tiled=cut.tiled)
-    return values
+class Exchange(NamedTuple):
+    """The rule of all-to-alls."""
+
+    axis: Axis
+    cut: Cut
+    concat_axis: int
+    backward: Method | None
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """See `Rule`."""
+        found = {}
+        options = {"axis_index_groups": self.axis.groups, "tiled": self.cut.tiled}
+        for leaf, _, _ in leaves:
+            n_axes, own = len(leaf.shape), jnp.asarray(values[leaf.index])
+            split, concat = (i % n_axes for i in (self.cut.dimension, self.concat_axis))
+            found[leaf.index] = lax.all_to_all(own, self.axis.name, split, concat, **options)
+        return found
+
+    def joined(self, bucket: Bucket, values: Values) -> Array:
+        """Rows: the blocks of all workers."""
+        return joined([self.cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves])
+
+    def moved(self, x: Any, seed: Seed, state: State, plan: Plan, number: int) -> tuple[Any, Any]:
+        """See `Rule`."""
+        if self.cut.n_workers > 1:
+            bucket = plan.buckets[number]
+            forth = bucket.route.method.of_bucket(bucket)
+            x = _exchange(x, seed, self.axis, forth, self.backward or forth)
+        return x, (state, None)
+
+    def taken_apart(self, result: Any, bucket: Bucket) -> Values:
+        """See `Rule`; a leaf has blocks of all workers."""
+        slices = [self.cut.of(leaf) for leaf in bucket.leaves]
+        pairs = zip(slices, pieces(result, [leaf.size for leaf in slices]), strict=True)
+        return {
+            leaf.index: put_together(from_flat(own, leaf), self.concat_axis, tiled=self.cut.tiled)
+            for leaf, own in pairs
+        }
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -179,80 +185,4 @@ def exchange_rows(x: Array, seed: Seed, *, axis: Axis, method: HopMethod) -> Arr
     """Exchanges [n, s] to [n, s]; buckets of the same size share one function of the program."""
     method.warn(Call(axis, Direct(), seed), "all_gather")
     with jax.named_scope(f"{type(method).__name__.lower()}_all_to_all"):
-        if isinstance(method, DynamiQ):
-            return _exchange_dynamiq(x, seed, axis, method)
         return method.exchange(x, Call(axis, None, seed))
-
-
-def _exchange_dynamiq(
-    x: Float[Array, "n s"], seed: Seed, axis: Axis, method: DynamiQ
-) -> Float[Array, "n s"]:
-    """Encodes all super-groups at one width and in their order; each block is one chunk."""
-    n, size = x.shape
-    fmt = _format(method, n)
-    group_size, width = fmt.super_group_size, fmt.widths[0]
-    rows = -(-size // group_size)  # super-groups of a block, and those of its tiles
-    whole = -(-rows // TILE_ROWS) * TILE_ROWS
-    pad = rows * group_size - size
-    flat = (jnp.pad(x, ((0, 0), (0, pad))) if pad else x).reshape(-1)
-    # Padding of tiles has the last numbers; kernels read zeros there.
-    everyone, place = jnp.arange(n, dtype=jnp.int32), jnp.arange(whole, dtype=jnp.int32)[None]
-    spare = n * rows + everyone[:, None] * (whole - rows) + place - rows
-    order = jnp.where(place < rows, everyone[:, None] * rows + place, spare)
-    offsets = fmt.tile_words(width) * jnp.arange(whole // TILE_ROWS, dtype=jnp.int32)
-    tiles = jnp.broadcast_to(pk.pack_tiles(offsets, width), (n, whole // TILE_ROWS))
-    options = {"fmt": fmt, "backend": method.backend}
-
-    mean, sqnorm = pk.statistics(flat, super_group_size=group_size, backend=method.backend)
-    bad = ~jnp.isfinite(mean).reshape(n, rows)
-    noise = pk.slot_noise(seed_of(seed, sqnorm), n, fmt.rounding)[axis.index]
-    flags = jnp.pad(bad, ((0, 0), (0, -rows % FLAGS))).astype(jnp.uint8)
-    flags = lax.bitcast_convert_type(flags.reshape(n, -1, 4), jnp.uint32)
-    records = whole // TILE_ROWS * fmt.tile_words(width)
-    target = pk.Target(tiles, noise, records + flags.shape[1])
-    payloads = pk.compress(pk.Source(flat, None, order), everyone, target, **options)
-    arrived = axis.all_to_all(payloads.at[:, records:].set(flags))
-
-    bad = lax.bitcast_convert_type(arrived[:, records:], jnp.uint8).reshape(n, -1)[:, :rows]
-    poison = jnp.where(bad > 0, jnp.nan, jnp.float32(0)).reshape(-1)
-    poison = jnp.pad(poison, (0, n * (whole - rows)))
-    result = pk.Result(poison, order, n * rows, x.dtype)
-    found = pk.decompress(arrived, tiles, everyone, result, **options).reshape(n, -1)[:, :size]
-    # Rounded up, the largest values of float16 would become infinities.
-    largest = jnp.finfo(jnp.float16).max
-    return jnp.clip(found, -largest, largest) if x.dtype == jnp.float16 else found
-
-
-def _format(method: DynamiQ, n_workers: int) -> WireFormat:
-    """The wire format with one width, the largest that fits the method's bits for all workers."""
-    # One worker sends nothing, and gets the format of two.
-    found = method.allocation(max(n_workers, 2), Direct(), "all_gather")
-    return replace(found.fmt, widths=found.floors, rounding="independent")
-
-
-def _exchanged_bits(route: Route, bucket: Bucket) -> float:
-    """Wire bits per coordinate of an exchange; 0 for methods that do not pad."""
-    method, n = route.method, route.n_workers
-    if not isinstance(method, DynamiQ):
-        return 0.0
-    fmt, size = _format(method, n), -(-bucket.size // n)
-    rows = -(-size // fmt.super_group_size)
-    words = -(-rows // TILE_ROWS) * fmt.tile_words(fmt.widths[0]) + -(-rows // FLAGS) * FLAGS // 4
-    return 32 * words / size
-
-
-def _check_serves(method: Method, n_workers: int, name: str = "method") -> None:
-    """Refuses methods that cannot encode blocks without an agreement between workers."""
-    serves = False
-    if isinstance(method, DynamiQ):
-        one = method.floor is not None or len(method.widths or ()) == 1
-        serves = one and not method.dither and not method.format.subtract_mean
-        serves = serves and _format(method, n_workers).widths[0] > 1
-    elif isinstance(method, HopMethod):
-        serves = method.shards and not method.needs_state
-    if not serves:
-        raise NotImplementedError(
-            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
-            "dither, state or lost packets, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
-            "dq.comparators.MXFP8() or dq.BF16()"
-        )

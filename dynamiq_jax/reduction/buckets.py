@@ -1,7 +1,7 @@
-"""The reduction of one device's leaves: buckets, exact leaves, weights, derivatives, metrics."""
+"""All-reduces of one device's leaves: their rule, weights, derivatives, metrics."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
-from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.lowering import by_device_order
 from dynamiq_jax.core.seeds import Seed, key_words
+from dynamiq_jax.engine.run import Values, run
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.metrics import (
@@ -25,9 +25,10 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
+from dynamiq_jax.plan.plan import Native, Plan, native_share
 from dynamiq_jax.reduction.checks import Fixed
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.tree.leaves import Grouping, Leaf, concatenate, split
+from dynamiq_jax.tree.leaves import Bucket, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import Surroundings
 
 
@@ -81,66 +82,75 @@ def exact_of(axis: Axis, op: Op) -> Callable:
     return axis.pmean if op == "mean" else axis.psum
 
 
-class Told(NamedTuple):
-    """Static facts, beside its leaves, that a program is made for."""
+class AllReduce(NamedTuple):
+    """The rule of all-reduces."""
 
-    sent: tuple[float, float] | None
-    """With metrics: the bits per coordinate and the bytes that a worker sends."""
-    asks: bool
+    axis: Axis
+    op: Op
+    metrics: bool = False
+    asks: bool = False
     """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
 
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """One call, so that XLA may send all leaves together."""
+        indices = [leaf.index for leaf, _, _ in leaves]
+        sums = exact_of(self.axis, self.op)([values[i] for i in indices])
+        return dict(zip(indices, sums, strict=True))
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "op", "told"))
+    def joined(self, bucket: Bucket, values: Values) -> Any:
+        """The flat bucket; of one worker its leaves, which need no copy."""
+        if self.axis.size == 1:
+            return [values[leaf.index] for leaf in bucket.leaves]
+        return concatenate(bucket, values)
+
+    def moved(self, x: Any, seed: Seed, state: State, plan: Plan, number: int) -> tuple[Any, Any]:
+        """See `Rule`; the facts are `BucketMetrics`."""
+        bucket, exact = plan.buckets[number], exact_of(self.axis, self.op)
+        if self.axis.size == 1:
+            facts = None
+            if self.metrics:
+                own = dict(zip((leaf.index for leaf in bucket.leaves), x, strict=True))
+                facts = bucket_metrics(concatenate(bucket, own), PayloadFacts(error=0.0))
+            return exact(x), (state, facts)
+        route = bucket.route
+        method, divisor = route.runner.of_bucket(bucket), self.axis.size if self.op == "mean" else 1
+        push = route.push if self._pushes(plan, number) else None
+        way = _Way(self.axis, method, route.flat, divisor, self.metrics, push, self.asks)
+        run = self.axis.program(_reduce_bucket)
+        total, told = run(*lax.stop_gradient((x, seed, state)), way=way)
+        return with_tangent(exact, x, total), told
+
+    def _pushes(self, plan: Plan, number: int) -> bool:
+        """Whether a push kernel reduces a bucket.
+
+        JAX's collectives also run over axes of `jax.vmap`; push kernels do not. Several large
+        buckets overlap with each other, but not beside a push kernel.
+        """
+        pushed, axis = plan.buckets[number].route.pushed, self.axis
+        if pushed is None or axis.groups is not None or pk.needs_of_push(axis.names) is not None:
+            return False
+        return sum(bucket.nbytes for bucket in plan.buckets) <= pushed[1]
+
+    def taken_apart(self, result: Any, bucket: Bucket) -> Values:
+        """See `Rule`."""
+        if self.axis.size == 1:
+            return dict(zip((leaf.index for leaf in bucket.leaves), result, strict=True))
+        return dict(split(bucket, result))
+
+
 def reduce_leaves(
-    values: dict[int, Array],
-    key: Array | None,
-    states: list[State],
-    *,
-    grouping: Grouping,
-    axis: Axis,
-    op: Op,
-    told: Told,
-) -> tuple[dict[int, Array], list[State], Metrics | None]:
-    """Reduces one device's leaves, ``values`` by `Leaf.index`; ``states`` are those of the buckets.
-
-    Returns the sums or means, the next states, and the metrics if ``told`` has what is sent.
-    """
-    exact_reduce, values, after = exact_of(axis, op), dict(values), list(states)
-    sent = told.sent
-    known: list[BucketMetrics] = []
-    if axis.size == 1:
-        if sent is not None:
-            alone = PayloadFacts(error=0.0)
-            known = [bucket_metrics(concatenate(b, values), alone) for b in grouping.buckets]
-        values = exact_reduce(values)
-    else:
-        seeds = grouping.seeds(key_words(key))
-        indices = [leaf.index for leaf, _ in grouping.exact]
-        exact = exact_reduce([values[i] for i in indices]) if indices else []
-        values |= zip(indices, exact, strict=True)
-        divisor, metrics = axis.size if op == "mean" else 1, sent is not None
-        run = axis.program(_reduce_bucket)
-        # JAX's collectives also run over axes of `jax.vmap`; push kernels do not.
-        pushes = axis.groups is None and pk.needs_of_push(axis.names) is None
-        nbytes = sum(bucket.nbytes for bucket in grouping.buckets)
-        # Buckets keep their order: seeds[number] and after[number] belong to bucket ``number``.
-        for number, bucket in enumerate(grouping.buckets):
-            route = bucket.route
-            method = route.runner.of_bucket(bucket)
-            # Several large buckets overlap with each other, but not beside a push kernel.
-            fits = pushes and route.pushed is not None and nbytes <= route.pushed[1]
-            push = route.push if fits else None
-            way = _Way(axis, method, route.flat, divisor, metrics, push, told.asks)
-            x = concatenate(bucket, values)
-            constants = lax.stop_gradient((x, seeds[number], after[number]))
-            total, (after[number], facts) = run(*constants, way=way)
-            known.append(facts)
-            values |= split(bucket, with_tangent(exact_reduce, x, total))
-    if sent is None:
+    values: Values, key: Array | None, states: list[State], *, plan: Plan, rule: AllReduce
+) -> tuple[Values, list[State], Metrics | None]:
+    """Sums or means of one device's leaves, the next states, and metrics if the rule has them."""
+    values, after, known = run(plan, rule, values, key, states)
+    if not rule.metrics:
         return values, after, None
-    pairs = zip(known, grouping.buckets, strict=True)
+    pairs = zip(known, plan.buckets, strict=True)
     of_leaves = [of_all_parts(facts, bucket.axes) for facts, bucket in pairs]
-    return values, after, summarise(of_leaves, bits_per_coord=sent[0], wire_bytes=sent[1])
+    sent, size = plan.sent_bytes, sum(move.size for move in plan.moves)
+    share = native_share("all-reduce", plan.n_workers) * size
+    bits = 8 * sent / share if share else 0.0
+    return values, after, summarise(of_leaves, bits_per_coord=bits, wire_bytes=sent)
 
 
 class _Way(NamedTuple):

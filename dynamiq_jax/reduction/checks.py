@@ -10,16 +10,17 @@ from dynamiq_jax.compression.compression import PADDED
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.tree.leaves import Grouping, Leaf
+from dynamiq_jax.plan.plan import Plan
+from dynamiq_jax.tree.leaves import Leaf
 
 
-def check_state(state: Any, expected: tuple, grouping: Grouping) -> list:
+def check_state(state: Any, expected: tuple, plan: Plan) -> list:
     """The states of all buckets, of ``expected`` shapes; empty where the caller keeps none."""
     n_buckets = len(expected)
-    methods = list(dict.fromkeys(bucket.route.method for bucket in grouping.buckets))
+    methods = list(dict.fromkeys(bucket.route.method for bucket in plan.buckets))
     if state is None:
         needing = [m for m in methods if m.needs_state]
-        if needing and grouping.buckets[0].route.n_workers > 1:
+        if needing and plan.buckets[0].route.n_workers > 1:
             raise ValueError(
                 f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
                 "compression=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
@@ -66,9 +67,9 @@ def fixed_leaves(leaves: list[Leaf], values, axis: Axis) -> Fixed:
     return fixed
 
 
-def check_varying(grouping: Grouping, fixed: Fixed, axis: Axis) -> None:
+def check_varying(plan: Plan, fixed: Fixed, axis: Axis) -> None:
     """Refuses leaves that would be compressed, and are known to be equal on all workers."""
-    found = _replicated(grouping, fixed)
+    found = _replicated(plan, fixed)
     if found:
         n_workers = axis.size
         raise ValueError(
@@ -84,14 +85,14 @@ NOTABLE, LARGE = 4096, 65536
 """Coordinates of leaves that look like parameters, and of leaves that are worth compressing."""
 
 
-def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
+def warn_of_uncompressed(plan: Plan, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
     """Warns of large leaves that are not compressed, if the caller may not expect it.
 
     They are equal on all workers, or padding or limits exclude more than a tenth of the
     compressible bytes. Limits that the caller set (``limited``) cause no warning.
     """
     n = axis.size
-    equal = [leaf for leaf in _replicated(grouping, fixed) if leaf.size >= NOTABLE]
+    equal = [leaf for leaf in _replicated(plan, fixed) if leaf.size >= NOTABLE]
     if equal and n > 1:
         warn(
             f"{_described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
@@ -104,13 +105,13 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
         return
     wanted = (PADDED,) if limited else (PADDED, "min_bucket")
     # If nothing is compressed, small leaves count if together they are as large as a large one.
-    least, nothing = (LARGE, "") if grouping.buckets else (NOTABLE, "; nothing is compressed")
+    least, nothing = (LARGE, "") if plan.buckets else (NOTABLE, "; nothing is compressed")
     small = [
         (leaf, reason)
-        for leaf, reason in grouping.exact
+        for leaf, reason, _ in plan.exact
         if any(word in reason for word in wanted) and leaf.size >= least and leaf.index not in fixed
     ]
-    moved = sum(leaf.nbytes for bucket in grouping.buckets for leaf in bucket.leaves)
+    moved = sum(leaf.nbytes for bucket in plan.buckets for leaf in bucket.leaves)
     native = sum(leaf.nbytes for leaf, _ in small)
     if native > (moved + native) / 10 and sum(leaf.size for leaf, _ in small) >= LARGE:
         leaves, reasons = zip(*small, strict=True)
@@ -128,10 +129,10 @@ def warn_of_uncompressed(grouping: Grouping, fixed: Fixed, axis: Axis, *, limite
         )
 
 
-def _replicated(grouping: Grouping, fixed: Fixed) -> list[Leaf]:
+def _replicated(plan: Plan, fixed: Fixed) -> list[Leaf]:
     """Leaves that would be compressed if JAX did not know that all workers hold the same."""
-    leaves = [leaf for bucket in grouping.buckets for leaf in bucket.leaves]
-    return [leaf for leaf in (*leaves, *grouping.apart) if fixed.get(leaf.index) == "replicated"]
+    leaves = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
+    return [leaf for leaf in (*leaves, *plan.apart) if fixed.get(leaf.index) == "replicated"]
 
 
 def _described(leaves: Sequence[Leaf]) -> str:

@@ -8,13 +8,13 @@ import jax
 from jax import Array
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.tree.leaves import Grouping
+from dynamiq_jax.plan.plan import Plan
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("payloads", "exact", "words"),
-    meta_fields=("axis", "n_workers", "grouping", "treedef"),
+    meta_fields=("axis", "n_workers", "plan", "treedef"),
 )
 @dataclasses.dataclass(frozen=True)
 class Packed:
@@ -30,7 +30,7 @@ class Packed:
       words: the words of the key of the rounding, uint32[n, 2], or `None` without a key.
       axis: the workers.
       n_workers: the number of workers.
-      grouping: the leaves of each bucket, and the routes of buckets.
+      plan: the leaves of each bucket, and the routes of buckets.
       treedef: the structure of the shards.
     """
 
@@ -39,5 +39,5 @@ class Packed:
     words: Array | None
     axis: Axis
     n_workers: int
-    grouping: Grouping
+    plan: Plan
     treedef: Any

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
-from dynamiq_jax.compression.explanation import explain_grouping
 from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
@@ -30,7 +29,13 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.buckets import Told, exact_of, over_open_axes, reduce_leaves, weighted
+from dynamiq_jax.reduction.buckets import (
+    AllReduce,
+    exact_of,
+    over_open_axes,
+    reduce_leaves,
+    weighted,
+)
 from dynamiq_jax.reduction.checks import (
     check_state,
     check_varying,
@@ -213,36 +218,31 @@ class Reduction:
         # A leaf travels in a bucket or exactly; a ``fixed`` one does not, or only JAX sums it.
         fixed = fixed_leaves(leaves, values, axis)
         without, overlaps = (fixed, self.overlaps) if state is None else ((), True)
-        grouping = compression.group(leaves, sizes, without=without, overlaps=overlaps)
+        plan = compression.plan(leaves, sizes, without=without, overlaps=overlaps)
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
-            check_varying(grouping, fixed, axis)
+            check_varying(plan, fixed, axis)
         limits = compression.min_bucket_size, compression.min_bucket_bytes
-        warn_of_uncompressed(grouping, fixed, axis, limited=limits != (None, None))
+        warn_of_uncompressed(plan, fixed, axis, limited=limits != (None, None))
         # The state of every bucket; parts of it over open axes have a leading axis.
-        split_over = [bucket_axes(bucket, around.open) for bucket in grouping.buckets]
+        split_over = [bucket_axes(bucket, around.open) for bucket in plan.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]
-        expected = jax.eval_shape(functools.partial(first_states, grouping, counts))
-        states = check_state(state, expected, grouping)
+        expected = jax.eval_shape(functools.partial(first_states, plan, counts))
+        states = check_state(state, expected, plan)
         if weight is not None:
             values = weighted(values, leaves, fixed, op, weight, axis)
         # A mean needs no traffic for leaves that are in no bucket and that JAX knows to be equal.
-        compressed = {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+        compressed = {leaf.index for bucket in plan.buckets for leaf in bucket.leaves}
         for i in fixed.keys() - compressed:
             moves = op == "sum" or fixed[i] == "native"
             if moves or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
                 values[i] = exact_of(axis, op)(values[i])
         moving = {i: x for i, x in enumerate(values) if i in compressed or i not in fixed}
-        sent = None
-        if metrics:
-            routes = [bucket.route for bucket in grouping.buckets] or [compression.route(sizes)]
-            traffic = explain_grouping(grouping, routes)
-            sent = traffic.bits_per_coord, traffic.wire_bytes
-        ways = {"grouping": grouping, "axis": axis, "op": op, "told": Told(sent, knows_devices())}
-        run = functools.partial(axis.program(reduce_leaves), **ways)
-        if grouping.buckets and around.open:
-            opened = told_specs(tree, self.specs, around, grouping)
+        rule = AllReduce(axis, op, metrics, knows_devices())
+        run = functools.partial(reduce_leaves, plan=plan, rule=rule)
+        if plan.buckets and around.open:
+            opened = told_specs(tree, self.specs, around, plan.buckets)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
         moved, states, found = run(moving, key, states)
         total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))

@@ -13,21 +13,19 @@ from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
-from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
-from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, check_key, key_words
-from dynamiq_jax.methods import Method
-from dynamiq_jax.methods.base import Call, Limits, check_choice
-from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
+from dynamiq_jax.engine.run import Values, run
+from dynamiq_jax.methods import Method, State
+from dynamiq_jax.methods.base import Call, check_choice
+from dynamiq_jax.plan.plan import Native, Plan
 from dynamiq_jax.reduction.buckets import with_tangent
 from dynamiq_jax.reduction.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import (
     Bucket,
-    Grouping,
     Leaf,
     concatenate,
     describe_leaves,
@@ -108,51 +106,62 @@ def scattering(
     told = {"scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
-    n = math.prod(sizes)
-    bits_of = lambda route, bucket: route.sharded_bits_per_coord(-(-bucket.size // n))
-    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed)
-    cut = Cut(dimension, tiled, n)
+    plan = compression.plan(leaves, sizes, "reduce-scatter", without=fixed)
+    cut = Cut(dimension, tiled, plan.n_workers)
     for leaf in leaves:
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
-    check_varying(grouping, fixed, axis)
-    check_whole(grouping, axis)
-    options = {"grouping": grouping, "axis": axis, "cut": cut, "op": op}
-    return functools.partial(axis.program(_scatter_leaves), values, key, **options), treedef
+    check_varying(plan, fixed, axis)
+    check_whole(plan.buckets, axis)
+
+    def scatter() -> list[Array]:
+        found, _, _ = run(plan, Scatter(axis, cut, op), dict(enumerate(values)), key)
+        return list(found.values())
+
+    return scatter, treedef
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "cut", "op"))
-def _scatter_leaves(
-    values: list[Array],
-    key: Array | None,
-    *,
-    grouping: Grouping,
-    axis: Axis,
-    cut: "Cut",
-    op: Op,
-) -> list[Array]:
-    words, values = key_words(key), list(values)
-    # Each leaf becomes n rows, one worker's slice each; a bucket joins rows of its leaves: [n, s].
-    divisor = cut.n_workers if op == "mean" else 1
-    for leaf, _ in grouping.exact:
-        total = axis.psum_scatter(cut.rows(values[leaf.index], leaf))
-        values[leaf.index] = from_flat(divide(total, divisor, total.dtype), cut.of(leaf))
-    seeds = grouping.seeds(words)
-    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        parts = [cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves]
-        method, topology = bucket.route.sharded()
-        run = axis.program(_scatter_bucket)
-        way = {"axis": axis, "method": method, "topology": topology}
-        x = joined(parts)
-        if cut.n_workers == 1:
-            total = axis.psum_scatter(x)
+class Scatter(NamedTuple):
+    """The rule of reduce-scatters."""
+
+    axis: Axis
+    cut: "Cut"
+    op: Op
+
+    @property
+    def _divisor(self) -> int:
+        return self.cut.n_workers if self.op == "mean" else 1
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """See `Rule`."""
+        found = {}
+        for leaf, _, _ in leaves:
+            total = self.axis.psum_scatter(self.cut.rows(values[leaf.index], leaf))
+            total = divide(total, self._divisor, total.dtype)
+            found[leaf.index] = from_flat(total, self.cut.of(leaf))
+        return found
+
+    def joined(self, bucket: Bucket, values: Values) -> Array:
+        """Rows, one worker's slices each, [n, s]: a bucket joins rows of its leaves."""
+        return joined([self.cut.rows(values[leaf.index], leaf) for leaf in bucket.leaves])
+
+    def moved(self, x: Any, seed: Seed, state: State, plan: Plan, number: int) -> tuple[Any, Any]:
+        """See `Rule`."""
+        exact = self.axis.psum_scatter
+        if self.cut.n_workers == 1:
+            total = exact(x)
         else:
-            total = run(*lax.stop_gradient((x, seed)), **way)
-            total = with_tangent(axis.psum_scatter, x, total)
-        total = divide(total, divisor, total.dtype)
-        sums = pieces(total, [part.shape[1] for part in parts])
-        for leaf, own in zip(bucket.leaves, sums, strict=True):
-            values[leaf.index] = from_flat(own, cut.of(leaf))
-    return values
+            method, topology = plan.buckets[number].route.sharded()
+            way = {"axis": self.axis, "method": method, "topology": topology}
+            total = self.axis.program(_scatter_bucket)(*lax.stop_gradient((x, seed)), **way)
+            total = with_tangent(exact, x, total)
+        return divide(total, self._divisor, total.dtype), (state, None)
+
+    def taken_apart(self, result: Any, bucket: Bucket) -> Values:
+        """See `Rule`."""
+        slices = [self.cut.of(leaf) for leaf in bucket.leaves]
+        sums = pieces(result, [own.size for own in slices])
+        pairs = zip(slices, sums, strict=True)
+        return {own.index: from_flat(total, own) for own, total in pairs}
 
 
 def divide(total: Array, divisor: int, dtype: Any) -> Array:
@@ -304,7 +313,7 @@ def gather_over(
     if not axis.names:
         return tree
     told = {"axis": dimension, "tiled": tiled, "to": to}
-    grouping, leaves = _grouped_shards("all_gather", axis, tree, compression, key, told)
+    plan, leaves = _plan_of_shards("all_gather", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
     if to != "varying" and axis.groups is not None:
         raise NotImplementedError(
@@ -313,63 +322,70 @@ def gather_over(
         )
     for leaf in leaves:
         check_axis_of(leaf, "axis", dimension, more=not tiled)
-    options = {"grouping": grouping, "axis": axis, "cut": Cut(dimension, tiled, axis.size)}
-    return treedef.unflatten(axis.program(_gather_leaves)(values, key, **options, to=to))
+    rule = Gather(axis, Cut(dimension, tiled, axis.size), to)
+    found, _, _ = run(plan, rule, dict(enumerate(values)), key)
+    return treedef.unflatten(found.values())
 
 
-def _grouped_shards(
+def _plan_of_shards(
     collective: str,
     axis: Axis,
     tree: Any,
     compression: Compression,
     key: Array | None,
     told: dict[str, Any],
-) -> tuple[Grouping, list[Leaf]]:
-    """The buckets of the shards, after all checks of the arguments ``told``."""
+) -> tuple[Plan, list[Leaf]]:
+    """The plan of a gather of the shards, after all checks of the arguments ``told``."""
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
-    bits_of = lambda route, bucket: route.sharded_bits_per_coord(bucket.size, gather=True)
-    shards = math.prod(sizes)
-    grouping = group_parts(compression, leaves, sizes, bits_of, fixed=fixed, shards=shards)
-    check_whole(grouping, axis)
-    return grouping, leaves
+    plan = compression.plan(leaves, sizes, "all-gather", without=fixed)
+    check_whole(plan.buckets, axis)
+    return plan, leaves
 
 
-@functools.partial(inlined, static_argnames=("grouping", "axis", "cut", "to"))
-def _gather_leaves(
-    values: list[Array],
-    key: Array | None,
-    *,
-    grouping: Grouping,
-    axis: Axis,
-    cut: Cut,
-    to: Varying,
-) -> list[Array]:
-    words, values = key_words(key), list(values)
-    back = functools.partial(put_together, at=cut.dimension, tiled=cut.tiled)
-    exact = functools.partial(axis.all_gather, to=to)
-    for leaf, _ in grouping.exact:
-        values[leaf.index] = back(exact(jnp.asarray(values[leaf.index])))
-    seeds = grouping.seeds(words)
-    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
-        run, (method, _) = axis.program(_gather_bucket), bucket.route.sharded()
-        x = concatenate(bucket, dict(enumerate(values)))
-        if cut.n_workers == 1:
+class Gather(NamedTuple):
+    """The rule of all-gathers, of shards or of their payloads (``packed``)."""
+
+    axis: Axis
+    cut: Cut
+    to: Varying
+    packed: bool = False
+
+    def _whole(self, blocks: Array) -> Array:
+        return put_together(blocks, self.cut.dimension, tiled=self.cut.tiled)
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """See `Rule`."""
+        shards = {leaf.index: jnp.asarray(values[leaf.index]) for leaf, _, _ in leaves}
+        gather = functools.partial(self.axis.all_gather, to=self.to)
+        return {i: self._whole(gather(x)) for i, x in shards.items()}
+
+    def joined(self, bucket: Bucket, values: Values) -> Any:
+        """The flat bucket of this worker's shards; a payload stands for its first leaf."""
+        return values[bucket.leaves[0].index] if self.packed else concatenate(bucket, values)
+
+    def moved(self, x: Any, seed: Seed, state: State, plan: Plan, number: int) -> tuple[Any, Any]:
+        """See `Rule`: every worker's bucket, [n, s]."""
+        axis, to, bucket = self.axis, self.to, plan.buckets[number]
+        exact, (method, _) = functools.partial(axis.all_gather, to=to), bucket.route.sharded()
+        if self.cut.n_workers == 1:
             gathered = exact(x)
+        elif self.packed:
+            sizes = {"size": bucket.size, "dtype": bucket.dtype}
+            run = axis.program(_unpack_bucket)
+            gathered = run(x, seed, axis=axis, method=method, to=to, **sizes)
         else:
+            run = axis.program(_gather_bucket)
             gathered = run(*lax.stop_gradient((x, seed)), axis=axis, method=method, to=to)
             gathered = with_tangent(exact, x, gathered)
-        _take_apart(gathered, bucket, values, back)
-    return values
+        return gathered, (state, None)
 
-
-def _take_apart(gathered: Array, bucket: Bucket, values: list, back: Callable) -> None:
-    """Splits a gathered bucket, [n, s], into its leaves, and stores them in ``values``."""
-    # The row of a worker has its shards one after the other, in the order of the bucket's leaves.
-    shards = pieces(gathered, [leaf.size for leaf in bucket.leaves])
-    for leaf, own in zip(bucket.leaves, shards, strict=True):
-        values[leaf.index] = back(from_flat(own, leaf))
+    def taken_apart(self, result: Any, bucket: Bucket) -> Values:
+        """See `Rule`; a worker's row has its shards in the order of the bucket's leaves."""
+        shards = pieces(result, [leaf.size for leaf in bucket.leaves])
+        pairs = zip(bucket.leaves, shards, strict=True)
+        return {leaf.index: self._whole(from_flat(own, leaf)) for leaf, own in pairs}
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method", "to"))
@@ -422,18 +438,17 @@ def pack(
       NotImplementedError: the method does not support packing, or as for `all_gather`.
     """
     axis, compression = check_axis(axis_name), as_compression(compression)
-    grouping, _ = _grouped_shards("pack", axis, shards, compression, key, {})
+    plan, _ = _plan_of_shards("pack", axis, shards, compression, key, {})
     values, treedef = jax.tree.flatten(shards)
     words, n, payloads = key_words(key), axis.size, []
-    seeds = grouping.seeds(words)
-    for bucket, seed in zip(grouping.buckets, seeds, strict=True):
+    for bucket, seed in zip(plan.buckets, plan.seeds(words), strict=True):
         x, (method, _) = concatenate(bucket, dict(enumerate(values))), bucket.route.sharded()
         # One worker's gather encodes nothing.
         call = Call(axis, None, seed)
         payloads.append(x if n == 1 else method.pack(lax.stop_gradient(x), call))
-    exact = tuple(jnp.asarray(values[leaf.index]) for leaf, _ in grouping.exact)
+    exact = tuple(jnp.asarray(values[leaf.index]) for leaf, _, _ in plan.exact)
     kept = axis.to_varying(jax.tree.map(lambda x: x[None], (tuple(payloads), exact, words)))
-    return Packed(*kept, axis=axis, n_workers=n, grouping=grouping, treedef=treedef)
+    return Packed(*kept, axis=axis, n_workers=n, plan=plan, treedef=treedef)
 
 
 def _check_packed(packed: Packed, axis: Axis, told: list[str]) -> None:
@@ -463,26 +478,20 @@ def _check_packed(packed: Packed, axis: Axis, told: list[str]) -> None:
 
 def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     """The shards of all workers, decoded from their payloads."""
-    axis, values = packed.axis, [None] * packed.treedef.num_leaves
+    axis, plan = packed.axis, packed.plan
     own = jax.tree.map(lambda x: x[0], (packed.payloads, packed.exact, packed.words))
     payloads, exact, words = own
     words = None if words is None else axis.assume_invarying(words)
-    back = functools.partial(put_together, at=cut.dimension, tiled=cut.tiled)
-    for (leaf, _), x in zip(packed.grouping.exact, exact, strict=True):
+    values: Values = {}
+    for (leaf, _, _), x in zip(plan.exact, exact, strict=True):
         check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
-        values[leaf.index] = back(axis.all_gather(x, to=to))
-    seeds = packed.grouping.seeds(words)
-    for bucket, payload, seed in zip(packed.grouping.buckets, payloads, seeds, strict=True):
+        values[leaf.index] = x
+    for bucket, payload in zip(plan.buckets, payloads, strict=True):
         for leaf in bucket.leaves:
             check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
-        if cut.n_workers == 1:
-            gathered = axis.all_gather(payload, to=to)
-        else:
-            run, (method, _) = axis.program(_unpack_bucket), bucket.route.sharded()
-            sizes = {"size": bucket.size, "dtype": bucket.dtype}
-            gathered = run(payload, seed, axis=axis, method=method, to=to, **sizes)
-        _take_apart(gathered, bucket, values, back)
-    return packed.treedef.unflatten(values)
+        values[bucket.leaves[0].index] = payload
+    found, _, _ = run(plan, Gather(axis, cut, to, packed=True), values, words)
+    return packed.treedef.unflatten(x for _, x in sorted(found.items()))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method", "to", "size", "dtype"))
@@ -509,40 +518,6 @@ def check_and_describe(
     check_groups(axis, all_reduce=False)
     check_key(key, axis)
     return sizes, leaves, fixed_leaves(leaves, jax.tree.leaves(tree), axis)
-
-
-def group_parts(
-    compression: Compression,
-    leaves: list[Leaf],
-    sizes: tuple[int, ...],
-    bits_of: Callable[[Route, Bucket], float],
-    *,
-    fixed: Fixed,
-    shards: int = 1,
-    check: Callable[[Route], object] = Route.sharded,
-) -> Grouping:
-    """Buckets of the leaves that are not fixed; fixed leaves travel exactly.
-
-    On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
-    limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is kept.
-    With ``shards`` the limits apply to leaves that are this many times as large. ``check`` refuses
-    unsuitable methods.
-    """
-
-    def limits_of(route: Route) -> Limits:
-        check(route)
-        limits, n = route.limits, route.n_workers
-        measured = limits.min_bucket_bytes == psum_bytes(n)
-        if measured and "min_bucket_bytes" not in compression.limits:
-            least = psum_scatter_bytes(n)
-            bucket = max(limits.bucket_bytes, 2 * least)
-            limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
-        return Limits(*(-(-limit // shards) for limit in limits))
-
-    options = {"without": fixed, "limits_of": limits_of, "bits_of": bits_of}
-    found = compression.group(leaves, sizes, **options)
-    kept = tuple((leaf, "not compressed") for leaf in leaves if leaf.index in fixed)
-    return found._replace(exact=found.exact + kept)
 
 
 def check_axis_of(leaf: Leaf, name: str, axis: int, *, more: int = 0) -> None:

@@ -22,7 +22,6 @@ from jax.tree_util import keystr
 from jaxtyping import Array
 
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.seeds import bucket_seeds
 
 COMPRESSED_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -90,21 +89,6 @@ class Bucket(NamedTuple):
         return zlib.crc32("\n".join(leaf.name for leaf in self.leaves).encode())
 
 
-class Grouping(NamedTuple):
-    """How a tree is reduced: every leaf is in one bucket or has a reason to travel exactly."""
-
-    buckets: tuple[Bucket, ...]
-    exact: tuple[tuple[Leaf, str], ...]
-    methods: tuple[Any, ...] = ()
-    """The method of every leaf of the tree, `None` for leaves that are excluded."""
-    apart: tuple[Leaf, ...] = ()
-    """Leaves that were left out of the buckets, which would hold them otherwise."""
-
-    def seeds(self, words: Array | None) -> list[Any]:
-        """The seed of every bucket (`core.seeds.Seed`), from a key's words if there is a key."""
-        return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
-
-
 def describe_leaves(tree) -> list[Leaf]:
     """The leaves of a tree of arrays, Python numbers or `ShapeDtypeStruct`s."""
     return [
@@ -150,8 +134,8 @@ def group_leaves(
     min_bucket_bytes: int = 0,
     bucket_bytes: int,
     declined: Mapping[int, str | None],
-) -> Grouping:
-    """Sorts leaves into buckets and exact ones; see `methods.base.Limits`.
+) -> tuple[tuple[Bucket, ...], tuple[tuple[Leaf, str], ...]]:
+    """Sorts leaves into buckets, and exact ones with their reasons; see `methods.base.Limits`.
 
     ``declined`` has a method's reasons to decline leaves, by the leaf's index.
     """
@@ -195,7 +179,7 @@ def group_leaves(
             continue
         exact.extend((leaf, reason) for leaf in bucket.leaves)
     exact.sort(key=lambda entry: entry[0].index)
-    return Grouping(tuple(large), tuple(exact))
+    return tuple(large), tuple(exact)
 
 
 ScaleAxis = int | Literal["auto"] | None

@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis, axis_names
-from dynamiq_jax.tree.leaves import Bucket, Grouping, Leaf, describe_leaves
+from dynamiq_jax.tree.leaves import Bucket, Leaf, describe_leaves
 
 
 class Surroundings(NamedTuple):
@@ -98,12 +98,12 @@ def surroundings(axis: Axis) -> Surroundings:
     return Surroundings(names, dict(mesh.shape), kinds, tracked)
 
 
-def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) -> list[P]:
+def told_specs(tree: Any, specs: Any, around: Surroundings, buckets: Sequence[Bucket]) -> list[P]:
     """`Surroundings.specs` of a tree with buckets; raises if specs are missing."""
     opened = around.specs(tree, specs)
     if opened is not None:
         return opened
-    leaf = grouping.buckets[0].leaves[0]
+    leaf = buckets[0].leaves[0]
     sizes = {name: around.sizes[name] for name in around.of_kind(AxisType.Auto)}
     raise ValueError(
         f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) is to be compressed, and how it "
@@ -113,12 +113,12 @@ def told_specs(tree: Any, specs: Any, around: Surroundings, grouping: Grouping) 
     )
 
 
-def check_whole(grouping: Grouping, axis: Axis) -> None:
+def check_whole(buckets: Sequence[Bucket], axis: Axis) -> None:
     """Refuses buckets under a map that left axes open, for collectives that take no specs."""
     around = surroundings(axis)
-    if not grouping.buckets or not around.open:
+    if not buckets or not around.open:
         return
-    leaf = grouping.buckets[0].leaves[0]
+    leaf = buckets[0].leaves[0]
     sizes = {name: around.sizes[name] for name in around.open}
     raise NotImplementedError(
         f"leaf {leaf.name} ({leaf.dtype.name}{list(leaf.shape)}) is to be compressed where "

@@ -23,8 +23,9 @@ from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.plan.plan import Plan
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.leaves import Grouping, describe_leaves
+from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
     axes_above_one,
     bucket_axes,
@@ -170,8 +171,8 @@ def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMes
     leaves, _ = placed_leaves(tree, mesh, specs)
     # On a mesh that is not set nothing is pushed, which is not known here.
     counts = tuple(mesh.shape[name] for name in axes)
-    grouping = total.compression.group(leaves, counts, overlaps=True)
-    return {leaf.index for bucket in grouping.buckets for leaf in bucket.leaves}
+    plan = total.compression.plan(leaves, counts, overlaps=True)
+    return {leaf.index for bucket in plan.buckets for leaf in bucket.leaves}
 
 
 def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
@@ -197,7 +198,7 @@ class _Parts(NamedTuple):
 
     total: Reduction
     mesh: AbstractMesh
-    grouping: Grouping
+    plan: Plan
     split_over: list[tuple[str, ...]]
     """The other axes that split the leaves of each bucket."""
 
@@ -206,9 +207,9 @@ class _Parts(NamedTuple):
         """The parts of the states for the leaves of ``tree``."""
         sizes = tuple(mesh.shape[name] for name in total.axis.names)
         leaves, _ = placed_leaves(tree, mesh, total.specs)
-        grouping = total.compression.group(leaves, sizes, overlaps=True)
-        split_over = [bucket_axes(bucket, mesh.axis_names) for bucket in grouping.buckets]
-        return cls(total, mesh, grouping, split_over)
+        plan = total.compression.plan(leaves, sizes, overlaps=True)
+        split_over = [bucket_axes(bucket, mesh.axis_names) for bucket in plan.buckets]
+        return cls(total, mesh, plan, split_over)
 
     @property
     def specs(self) -> tuple[P, ...]:
@@ -220,7 +221,7 @@ class _Parts(NamedTuple):
         """Refuses a state of one worker, or of other leaves; JAX has summed ``others`` itself."""
         compression, sizes = self.total.compression, self.mesh.shape
         counts = [n_parts(axes, sizes) for axes in self.split_over]
-        one = jax.eval_shape(functools.partial(first_states, self.grouping, counts))
+        one = jax.eval_shape(functools.partial(first_states, self.plan, counts))
         n = math.prod(sizes[name] for name in self.total.axis.names)
         all_of_them = jax.tree.map(lambda x: x.update(shape=(n, *x.shape)), one)
         (given, own), (wanted, like), (single, _) = map(_described, (state, all_of_them, one))
@@ -232,8 +233,8 @@ class _Parts(NamedTuple):
                 f"has those of all {n}: pass what init_state(tree, {n}, stacked=True) gives"
             )
         workers = tuple(sizes[name] for name in self.total.axis.names)
-        grouping = compression.group(describe_leaves(others), workers, overlaps=True)
-        if large := [leaf.path for bucket in grouping.buckets for leaf in bucket.leaves]:
+        plan = compression.plan(describe_leaves(others), workers, overlaps=True)
+        if large := [leaf.path for bucket in plan.buckets for leaf in bucket.leaves]:
             raise ValueError(
                 f"state has leaves of shapes {given}, and the terms of this tree need {wanted}: "
                 f"JAX itself has summed {', '.join(large[:4])} ({len(large)} leaves), since the "

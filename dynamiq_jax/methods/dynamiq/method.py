@@ -42,6 +42,7 @@ from dynamiq_jax.methods.dynamiq.codec import (
     shared_plan,
 )
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, push_bytes
+from dynamiq_jax.methods.dynamiq.exchange import block_words, exchange
 from dynamiq_jax.methods.dynamiq.format import Format
 from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
 from dynamiq_jax.methods.dynamiq.plan import pack_statistics, sampled
@@ -346,6 +347,27 @@ class DynamiQ(HopMethod):
         if topology is None:
             return self.gather_layout(size, n_workers).wire_bits
         return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
+
+    def exchange_format(self, n_workers: int) -> WireFormat:
+        """The wire format of one width, the largest that fits ``bits`` for all workers."""
+        # One worker sends nothing, and gets the format of two.
+        found = self.allocation(max(n_workers, 2), Direct(), "all_gather")
+        return dataclasses.replace(found.fmt, widths=found.floors, rounding="independent")
+
+    def exchanges(self, n_workers: int) -> bool:
+        """See `HopMethod`: one width of 2 to 16 bits, without means and dither."""
+        one = self.floor is not None or len(self.widths or ()) == 1
+        if not one or self.dither or self.format.subtract_mean:
+            return False
+        return self.exchange_format(n_workers).widths[0] > 1
+
+    def exchange_bits(self, size: int, n_workers: int) -> int:
+        """See `HopMethod`."""
+        return (n_workers - 1) * 32 * block_words(size, self.exchange_format(n_workers))
+
+    def exchange(self, x: Float[Array, "n s"], call: Call) -> Float[Array, "n s"]:
+        """See `HopMethod`."""
+        return exchange(x, call, self.exchange_format(len(x)), self.backend)
 
     def measure(self, x: Float[Array, " d"], layout: Layout) -> Array:
         """Squared norms (and means) of the super-groups, or samples without a plan, bf16."""

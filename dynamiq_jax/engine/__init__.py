@@ -1,0 +1,1 @@
+"""Runs plans: one loop over the leaves and buckets of all collectives."""

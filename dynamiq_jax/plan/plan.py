@@ -1,0 +1,133 @@
+"""A `Plan`: all that one call of a collective sends, as `Move`s, before it is sent.
+
+A call builds its plan once, while it is traced. The engine runs the plan, `explain` prints it, and
+its bytes are those of the compiled program (`tests/test_plans.py`). Every plan names the operations
+that run it by its `Plan.scope`, so a compiled program tells which plans it runs.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from jax import Array
+
+from dynamiq_jax.core.seeds import bucket_seeds
+from dynamiq_jax.tree.leaves import Bucket, Leaf
+
+Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+
+SCOPE = "dynamiq_plan_"
+"""The beginning of the names of plans in compiled programs."""
+
+
+def native_share(kind: Kind, n_workers: int) -> float:
+    """The part of a leaf's bytes that a worker sends if XLA's collective moves it.
+
+    The leaf is what this worker passes: whole terms, or for an all-gather its shard.
+    """
+    n = n_workers
+    parts = {"all-reduce": 2 * (n - 1) / n, "all-gather": n - 1.0}
+    return parts.get(kind, (n - 1) / n)
+
+
+class Native(NamedTuple):
+    """A leaf that XLA's collective moves as numbers."""
+
+    leaf: Leaf
+    reason: str
+    """Why it is not compressed."""
+    wire: np.dtype
+    """The dtype of the numbers."""
+
+
+class Move(NamedTuple):
+    """One exchange of some leaves.
+
+    Attributes:
+      kind: the collective.
+      leaves: what this worker passes to it; several share a bucket.
+      bucket: the number of the bucket, or `None` if XLA's collective moves the leaf as numbers.
+      how: the method, or the dtype of the numbers.
+      reason: why the leaf is not compressed; for a bucket, why its payloads take this topology.
+      sent_bits: bits that one worker sends.
+      outer_bits: those of them that cross the outer axes of `Hierarchical`; else all of them.
+    """
+
+    kind: Kind
+    leaves: tuple[Leaf, ...]
+    bucket: int | None
+    how: str
+    reason: str
+    sent_bits: float
+    outer_bits: float
+
+    @property
+    def size(self) -> int:
+        """The number of coordinates that this worker passes."""
+        return sum(leaf.size for leaf in self.leaves)
+
+
+class Plan(NamedTuple):
+    """All that one call sends. Every leaf is in one bucket, or has a reason to travel natively."""
+
+    kind: Kind
+    sizes: tuple[int, ...]
+    """The number of workers on every axis, the outermost first."""
+    buckets: tuple[Bucket, ...] = ()
+    exact: tuple[Native, ...] = ()
+    methods: tuple[Any, ...] = ()
+    """The method of every leaf of the tree, `None` for leaves that are excluded."""
+    apart: tuple[Leaf, ...] = ()
+    """Leaves that were left out of the buckets, which would hold them otherwise."""
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers on all axes."""
+        return math.prod(self.sizes)
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The exchanges, in their order: first leaves that travel natively, then buckets."""
+        n, found = self.n_workers, []
+        for leaf, reason, wire in self.exact:
+            bits = native_share(self.kind, n) * 8 * leaf.size * wire.itemsize
+            found.append(Move(self.kind, (leaf,), None, wire.name, reason, bits, bits))
+        for number, bucket in enumerate(self.buckets):
+            route = bucket.route
+            sent, outer = route.bits(self.kind, bucket) if n > 1 else (0, 0)
+            how = repr(route.method)
+            found.append(Move(self.kind, bucket.leaves, number, how, route.reason, sent, outer))
+        return tuple(found)
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one worker sends."""
+        return sum(move.sent_bits for move in self.moves) / 8
+
+    @property
+    def scope(self) -> str:
+        """The name under which the operations of this plan stand in a compiled program."""
+        told = "\n".join(map(repr, (self.kind, self.sizes, *self.exact, *self.buckets)))
+        return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
+
+    def seeds(self, words: Array | None) -> list[Any]:
+        """The seed of every bucket (`core.seeds.Seed`), from a key's words if there is a key."""
+        return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
+
+
+_known: dict[str, Plan] = {}
+"""All plans that this process has run, by their scopes."""
+
+
+def remember(plan: Plan) -> str:
+    """Keeps a plan for `known`; returns its scope."""
+    scope = plan.scope
+    _known[scope] = plan
+    return scope
+
+
+def known(scopes: Iterable[str]) -> dict[str, Plan]:
+    """The plans of these scopes that this process has run."""
+    return {scope: _known[scope] for scope in scopes if scope in _known}
