@@ -1,6 +1,6 @@
 """`dynamiq-jax` and `python -m dynamiq_jax`: the command line, or what to install for it."""
 
-from dynamiq_jax.commands.interrupts import once_started
+from dynamiq_jax.core.interrupts import once_started
 
 NEEDED = ("rich", "typer")
 

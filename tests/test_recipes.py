@@ -17,8 +17,6 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
 
-pytestmark = pytest.mark.usefixtures("padding_counts")
-
 ROOT = Path(__file__).parent.parent
 
 

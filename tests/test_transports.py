@@ -80,6 +80,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("method", daily(STATES, STATES[:1]), ids=["ef14", "ef21"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), []
     for transport in ("collectives", "permutes"):
@@ -97,6 +98,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
     assert_close(*found, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
     n, x = 4, integers(4, 4 * SIZE)
     method = small(dq.DynamiQ(widths=(16,), bits=18), topology=dq.Direct(transport="permutes"))
