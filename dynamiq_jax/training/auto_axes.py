@@ -196,7 +196,7 @@ class AutoGrad:
             program, shapes = traced(self._recorded(known.told, types, refused.__cause__))
         if self.wanted.has_aux and self.counting:
             warn_of_nothing(program, shapes, axis)
-        results = jax.core.eval_jaxpr(*with_constants(program), *jax.tree.leaves(given))
+        results = jax.core.eval_jaxpr(*with_constants(program), *jax.tree.leaves(given))  # type: ignore[attr-defined]
         value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
             leading = () if self.wanted.reduces else (axis.name,)
