@@ -344,7 +344,8 @@ class _FromNothing(_Varying):
             return self(equation.params["jaxpr"], operands)
         found = super().after(equation, operands)
         given, made = (
-            [math.prod(x.aval.shape) for x in own] for own in (equation.invars, equation.outvars)
+            [math.prod(x.aval.shape) for x in own]
+            for own in (equation.invars, equation.outvars)  # type: ignore[attr-defined]
         )
         reduces = name.startswith(("reduce_", "arg", "dot_general"))
         return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
