@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
@@ -344,8 +345,8 @@ class _FromNothing(_Varying):
             return self(equation.params["jaxpr"], operands)
         found = super().after(equation, operands)
         given, made = (
-            [math.prod(x.aval.shape) for x in own]
-            for own in (equation.invars, equation.outvars)  # type: ignore[attr-defined]
+            [math.prod(jnp.shape(x.aval)) for x in own]
+            for own in (equation.invars, equation.outvars)
         )
         reduces = name.startswith(("reduce_", "arg", "dot_general"))
         return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
