@@ -4,6 +4,7 @@ Every function needs the last answer. The code for Explicit axes is in
 `experimental.explicit_mesh`. It is imported only if the answer is yes.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import concrete_mesh
 
 
 def make_mesh(
@@ -116,6 +118,49 @@ def meshes_of(tree: Any) -> list[Mesh | AbstractMesh]:
     leaves = (jax.typeof(x) if isinstance(x, Tracer) else x for x in jax.tree.leaves(tree))
     shardings = (getattr(x, "sharding", None) for x in leaves)
     return [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+
+
+def set_around(mesh: Mesh | AbstractMesh, *, alone: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context of maps over a mesh, if that of another mesh is set around them.
+
+    Args:
+      mesh: the mesh of the maps.
+      alone: whether no map is nested in another, so that each can have the devices of ``mesh``.
+
+    Raises:
+      ValueError: JAX would take the set mesh for ``mesh`` when it lowers the maps.
+    """
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    around = get_abstract_mesh()
+    own, other = ((x.shape, x.axis_types) for x in (abstract, around))
+    if around.empty or own == other or around.manual_axes:
+        return contextlib.nullcontext()
+    if isinstance(mesh, Mesh) and not is_traced(()):
+        return jax.set_mesh(mesh)
+    if not (alone and isinstance(mesh, Mesh)):
+        check_set_mesh(abstract)
+    return jax.sharding.use_abstract_mesh(abstract)
+
+
+def check_set_mesh(mesh: AbstractMesh) -> None:
+    """Refuses to trace a map over a mesh without devices where `jax.set_mesh` has another one.
+
+    When JAX lowers the map, it takes the set mesh for its collectives, whatever its shape.
+    """
+
+    def counting(x: Mesh | AbstractMesh) -> list[tuple[str, int]]:
+        return [(name, size) for name, size in x.shape.items() if size > 1]
+
+    around = get_abstract_mesh()
+    if around.empty or counting(around) == counting(mesh):
+        return
+    around = concrete_mesh()
+    if not around.empty and counting(around) != counting(mesh):
+        raise ValueError(
+            f"the mesh has axes {dict(mesh.shape)}, and jax.set_mesh has set {dict(around.shape)} "
+            "around jax.jit: JAX would sum over groups of the latter. Call the jitted function in "
+            "jax.set_mesh(mesh)"
+        )
 
 
 def is_traced(tree: Any) -> bool:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import set_around
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.worker_gradients import check_terms, has_terms, stacked_terms
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -60,7 +61,8 @@ class Outside(NamedTuple):
             check_vma=False,
         )
         try:
-            return mapped(updates, state, params, extra)
+            with set_around(self.mesh, alone=True):
+                return mapped(updates, state, params, extra)
         except NotImplementedError as error:
             if "Closing over" not in str(error):
                 raise
@@ -85,11 +87,16 @@ def on_auto_axes(
     """The facts of an update on a mesh of Auto axes, and the arrays of the gradients.
 
     Raises:
-      ValueError: gradients are terms of other workers, or are sharded otherwise than the masters.
+      ValueError: gradients are terms of other workers, or are sharded otherwise than the masters;
+        or they are no terms, and there is no mesh.
     """
     n_leaves = len(jax.tree.leaves(params))
     if not has_terms(updates):
-        assert mesh is not None
+        if mesh is None:
+            raise ValueError(
+                f"sharded found no map over axis {axis.name!r}, and no mesh that has it; call it "
+                "under jax.shard_map, or take gradients by dq.value_and_grad(reduce=False)"
+            )
         if axes_above_one(axis.names, mesh.shape) and n_leaves:
             warn_of_sums(axis)
         own = _whole_specs(state, mesh, axis)

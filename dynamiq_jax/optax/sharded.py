@@ -36,6 +36,7 @@ from dynamiq_jax.core.meshes import (
     mesh_of,
     meshes_of,
     resharded,
+    set_around,
 )
 from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
@@ -269,12 +270,20 @@ def sharded(
         lambda facts, *args: facts.run(step, *args), static_argnums=0, inline=True
     )
 
+    def auto_mesh(tree: Any) -> Mesh | AbstractMesh | None:
+        """The mesh outside of maps if its axes are Auto."""
+        found = None if axis.mapped else auto_mesh_of(axis, tree, mesh)
+        return found if found is mesh or not is_outside(axis, tree) else None
+
     def init(params) -> Any:
         check_wrappers(axis, params, "sharded")
-        around = None if axis.mapped else auto_mesh_of(axis, params, mesh)
+        around = auto_mesh(params)
         start = _Start(inner, total, specs, deferred, around)
-        if not isinstance(around, Mesh) or is_traced(params):
+        if around is None:
             return start(params)
+        if not isinstance(around, Mesh) or is_traced(params):
+            with set_around(around, alone=True):
+                return start(params)
         placed = lambda x: placement_of(x, around) or P()
         own = jax.tree.map(placed, params) if specs is None else specs
         return placed_state(lambda x: start._replace(specs=own)(x), params, around)
@@ -293,17 +302,12 @@ def sharded(
         if axis.mapped and not has_terms(updates):
             moved = (True,) * len(jax.tree.leaves(updates))
             return step(updates, state, params, extra, op="mean", moved=moved)
-        if is_outside(axis, (updates, params)):
+        around = auto_mesh(params)
+        if around is None and not has_terms(updates) and is_outside(axis, (updates, params)):
             from dynamiq_jax.experimental.explicit_mesh.explicit_updates import on_explicit_axes
 
             facts = on_explicit_axes(axis, updates, params)
         else:
-            around = auto_mesh_of(axis, params, mesh)
-            if around is None and not has_terms(updates):
-                raise ValueError(
-                    f"sharded found no map over axis {axis.name!r}, and no mesh that has it; call "
-                    "it under jax.shard_map, or take gradients by dq.value_and_grad(reduce=False)"
-                )
             facts, updates = on_auto_axes(axis, updates, state, params, around)
         return run_outside(facts, updates, state, params, extra)
 
@@ -442,7 +446,8 @@ class _Start(NamedTuple):
 
     def _told_specs(self, params: Any, mesh: Mesh | AbstractMesh, inside: bool) -> list[P]:
         """How other axes split the parameters."""
-        if self.specs is None and not inside and is_outside(self.total.axis, params):
+        explicit = self.mesh is None and is_outside(self.total.axis, params)
+        if self.specs is None and not inside and explicit:
             return [P(*jax.typeof(x).sharding.spec.partitions) for x in jax.tree.leaves(params)]
         return flat_specs(self.specs, params, mesh.axis_names)
 
@@ -490,11 +495,11 @@ class _Start(NamedTuple):
         jax.eval_shape(functools.partial(self._state_of, layout), masters)
         leaves, treedef = jax.tree.flatten((masters, state))
         leaves = [zeros.padded(x) for zeros, x in zip(layout.padding, leaves, strict=True)]
-        if is_outside(self.total.axis, params):  # types say where leaves are, as `splits` do
+        if self.mesh is not None:
+            leaves = constrained(leaves, self.mesh, layout.splits)
+        elif is_outside(self.total.axis, params):  # types say where leaves are, as `splits` do
             mesh = mesh_of(params)
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, layout.splits, strict=True)]
-        elif self.mesh is not None:
-            leaves = constrained(leaves, self.mesh, layout.splits)
         return treedef.unflatten(leaves)
 
     def _gaps(self, params: Any, count: int, inside: bool) -> PerWorker:
@@ -503,10 +508,10 @@ class _Start(NamedTuple):
         gaps = jnp.full((count, len(jax.tree.leaves(params))), jnp.inf, jnp.float32)
         if inside:
             gaps = axis.to_varying(gaps)
-        elif is_outside(axis, params):
-            gaps = resharded(gaps, mesh_of(params), P(axis.name))
         elif self.mesh is not None:
             gaps = constrained(gaps, self.mesh, [P(axis.name)])
+        elif is_outside(axis, params):
+            gaps = resharded(gaps, mesh_of(params), P(axis.name))
         return PerWorker(gaps, axis.name, largest=True)
 
 
@@ -896,7 +901,8 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
 
     placed = jax.tree.map(whole, specs.masters)
     leaves, treedef = jax.tree.flatten((placed, specs))
-    return _gather(around, tuple(leaves), treedef)(params, state)
+    with set_around(around, alone=True):
+        return _gather(around, tuple(leaves), treedef)(params, state)
 
 
 @functools.lru_cache(maxsize=8)  # it keeps functions among ``differences`` alive

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import set_around
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import axes_above_one, constrained
@@ -123,7 +124,8 @@ def reduce_terms(
     stacked, mesh, axes, placed = stacked_terms(terms)
     check_terms(axis, axes)
     told = _Told(mesh, placed, metrics, knows_devices())
-    return _reduced(total, told, stacked, key, state)
+    with set_around(mesh, alone=not _others(mesh, axes)):
+        return _reduced(total, told, stacked, key, state)
 
 
 def check_terms(axis: Axis, axes: tuple[str, ...]) -> None:
@@ -150,6 +152,11 @@ class _Told(NamedTuple):
     """Whether it may ask for its devices (`core.lowering.knows_devices`)."""
 
 
+def _others(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of several devices that are no data axes."""
+    return axes_above_one([name for name in mesh.axis_names if name not in axes], mesh.shape)
+
+
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
 def _reduced(
     total: Reduction,
@@ -161,9 +168,7 @@ def _reduced(
     """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs."""
     axis, (mesh, specs, metrics, _) = total.axis, told
     over = P(axis.name)
-    others = axes_above_one(
-        [name for name in mesh.axis_names if name not in axis.names], mesh.shape
-    )
+    others = _others(mesh, axis.names)
     own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:

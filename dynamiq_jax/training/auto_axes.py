@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
-from dynamiq_jax.core.constraints import REMEDY, Recorded, record
+from dynamiq_jax.core.constraints import REMEDY, Recorded, lowers_otherwise, record
+from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
 from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
@@ -25,6 +26,7 @@ from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
 from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
+from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -33,7 +35,7 @@ from dynamiq_jax.tree.placement import (
     axes_of,
     constrained,
     flat_specs,
-    misfit_of,
+    n_parts,
     names_of,
     part,
     placement_of,
@@ -175,20 +177,28 @@ class AutoGrad:
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.wanted.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
 
-        def mapped(recorded: Recorded | None) -> Callable[..., Any]:
-            return jax.shard_map(
+        def traced(recorded: Recorded | None) -> Any:
+            mapped = jax.shard_map(
                 functools.partial(self._of_worker, known, total, recorded),
                 mesh=self.mesh,
                 axis_names=self.manual,
                 in_specs=(P(), P(), of_workers, list(known.split)),
                 out_specs=(P(), (P(), of_workers), of_found),
             )
+            return jax.make_jaxpr(mapped, return_shape=True)(*given)
 
+        given = params, key, state, arrays
+        types = self._types_of_worker(known, params, arrays)
         try:
-            value, aux, found = mapped(None)(params, key, state, arrays)
+            program, shapes = traced(None)
+            if lowers_otherwise(program):
+                program, shapes = traced(self._recorded(known.told, types, None))
         except _RefusedError as refused:
-            recorded = self._recorded(known.told, refused)
-            value, aux, found = mapped(recorded)(params, key, state, arrays)
+            program, shapes = traced(self._recorded(known.told, types, refused.__cause__))
+        if self.wanted.has_aux and self.counting:
+            warn_of_nothing(program, shapes, axis)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+        value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
             leading = () if self.wanted.reduces else (axis.name,)
             specs = [P(*leading, *spec) for spec in placed]
@@ -232,13 +242,15 @@ class AutoGrad:
                     loss = lambda p, x: self.loss(p, told.join(x))
                     _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
                 (value, aux), grads, weight = self._differentiated(told, params, arrays)
-            except (TypeError, ValueError, AssertionError) as error:
+            except REFUSALS as error:
                 # Of types, such as a constant as first carry, or a key beside varying arguments.
-                if not any(word in str(error).lower() for word in ("manual", "to='varying'")):
+                if not raised_by_jax(error):
                     raise
-                raise _RefusedError(params, arrays) from error
+                raise _RefusedError from error
         share = None if weight is None else share_of(weight, axis)
-        words = _words(aux, self.aux, op)
+        splits = zip(arrays, known.split, strict=True)
+        rows = {x.shape[0] for x, spec in splits if {*names_of((*spec, None)[0])} & {*axis.names}}
+        words = words_of(aux, self.aux, op, rows)
         self._warn_of_types(told, recorded, params, arrays, (value, aux), words)
         terms = _equal_losses(value, axis, share)
         if op == "mean":
@@ -250,8 +262,8 @@ class AutoGrad:
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-        aux = _reduce_aux(aux, words, share, axis)
-        value = _reduce_value(value, op, share, axis)
+        aux = reduce_aux(aux, words, share, axis)
+        value = reduce_value(value, op, share, axis)
         value = value / terms if op == "sum" else value  # every one of ``terms`` workers had it
         return value, aux, found._replace(state=after)
 
@@ -264,25 +276,39 @@ class AutoGrad:
         weight = None if self.weight is None else self.weight(params, data)
         return (value if self.wanted.has_aux else (value, None)), grads, weight
 
-    def _recorded(self, told: StaticArguments, refused: "_RefusedError") -> Recorded:
+    def _types_of_worker(self, known: _Known, params: Any, arrays: list) -> Any:
+        """The types of the parameters and of one worker's part of the other arrays."""
+
+        def kind(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            own = jax.typeof(x)
+            counts = [n_parts(names_of(entry), self.mesh.shape) for entry in spec]
+            counts += [1] * (len(own.shape) - len(counts))
+            shape = tuple(x // count for x, count in zip(own.shape, counts, strict=True))
+            return jax.ShapeDtypeStruct(shape, own.dtype, weak_type=own.weak_type)
+
+        whole = jax.tree.map(lambda x: kind(x, P()), params)
+        return whole, [kind(x, spec) for x, spec in zip(arrays, known.split, strict=True)]
+
+    def _recorded(
+        self, told: StaticArguments, types: Any, error: BaseException | None
+    ) -> Recorded | None:
         """The loss and its derivative, traced where the data axes are automatic.
 
-        Raises JAX's error if that does not go, or if neither a constraint nor a loop or branch
-        whose values are typed differently is the reason for it.
+        If that does not go, raises JAX's error, which the map is no reason for; without an error
+        returns `None`.
         """
-        error, names = refused.__cause__, sorted(self.manual)
-        assert error is not None
+        names = sorted(self.manual)
         try:
             function = functools.partial(self._differentiated, told)
-            recorded = record(function, refused.types, self.mesh, self.axis, names)
+            recorded = record(function, types, self.mesh, self.axis, names)
         except Exception as other:
+            if error is None:
+                return None
             error.add_note(
                 f"The loss runs under a map over {names}. Traced outside of it, it "
                 f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
             )
             raise error from other
-        if not recorded.constrains and isinstance(error, ValueError):
-            raise error
         if self.suspicious:
             _check_closure(recorded.constants)
         return recorded
@@ -382,15 +408,6 @@ def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
 class _RefusedError(Exception):
     """JAX refuses a loss under the map; its cause is JAX's error."""
 
-    def __init__(self, params: Any, arrays: list):
-        super().__init__()
-
-        def kind(x: Any) -> jax.ShapeDtypeStruct:
-            own = jax.typeof(x)
-            return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
-
-        self.types = jax.tree.map(kind, (params, arrays))
-
 
 def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, Any, Any]:
     """((value, aux), the gradients, the weight) of one worker, by a recorded derivative.
@@ -440,69 +457,6 @@ def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
             "weight= out, or the reduction"
         )
     return count
-
-
-def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
-    """Returns the word of every leaf of aux."""
-    paths = jax.tree_util.tree_leaves_with_path(aux_tree)
-    try:
-        given = _spread(told, aux_tree)
-    except ValueError:
-        raise ValueError(
-            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
-            "for every leaf, one for all, or a dict of some keys"
-        ) from None
-    words = []
-    for (path, x), word in zip(paths, given, strict=True):
-        kind = jax.typeof(x)
-        scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
-        word = op if word is None and scalar else word
-        if word not in ("mean", "sum", "rows", "same"):
-            raise ValueError(
-                f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
-                f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "
-                "like it of 'mean', 'sum', 'rows' (every worker's, one after the other), or 'same' "
-                "(on all workers)"
-            )
-        words.append(word)
-    return words
-
-
-def _spread(told: Any, tree: Any) -> list[Any]:
-    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none."""
-    if told is None or isinstance(told, str):
-        return [told] * len(jax.tree.leaves(tree))
-    if isinstance(told, Mapping) and isinstance(tree, Mapping):
-        if unknown := [key for key in told if key not in tree]:
-            raise ValueError(f"{unknown[0]!r} is not a key of aux")
-        told = {key: told.get(key) for key in tree}
-    is_branch = lambda x: x is not told and x is not tree
-    words, parts = (jax.tree.flatten(x, is_leaf=is_branch) for x in (told, tree))
-    if words[1] != parts[1]:
-        raise ValueError(f"{words[1]} is not {parts[1]}")
-    pairs = zip(words[0], parts[0], strict=True)
-    return [word for own, part in pairs for word in _spread(own, part)]
-
-
-def _reduce_aux(aux: Any, words: list[str], share: Array | None, axis: Axis) -> tuple[Any, Any]:
-    """Leaves of aux that are the same on all workers, and rows; `None` where the other has one."""
-    leaves, treedef = jax.tree.flatten(aux)
-    pairs = [(x, word, word == "rows") for x, word in zip(leaves, words, strict=True)]
-    alike = (None if row else _reduce_value(x, word, share, axis) for x, word, row in pairs)
-    rows = (axis.to_varying(x) if row else None for x, _, row in pairs)
-    return treedef.unflatten(alike), treedef.unflatten(rows)
-
-
-def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
-    """One value of all workers; sums and means of low precision are taken in f32."""
-    x = axis.to_varying(jnp.asarray(x))
-    if word == "same":
-        return axis.assume_invarying(x)
-    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(jnp.float32) if low else x
-    if word == "sum":
-        return axis.psum(wide).astype(x.dtype)
-    return axis.pmean(weigh(wide, share)).astype(x.dtype)
 
 
 def _placed(

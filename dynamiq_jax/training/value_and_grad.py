@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
-from dynamiq_jax.core.meshes import is_explicit, mesh_of
+from dynamiq_jax.core.meshes import check_set_mesh, is_explicit, mesh_of, set_around
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
@@ -134,8 +134,9 @@ def value_and_grad(
         "mean", "sum", "rows" (the rows of all workers, one after the other) and "same" (equal on
         all workers). A warning names a "same" leaf that depends on a worker's own examples
         according to JAX's types. A dict may leave out keys. Without a word, floating-point scalars
-        are reduced like the loss, by ``op`` and ``weight`` (for a number of tokens pass "sum"). All
-        other leaves need a word.
+        are reduced like the loss, by ``op`` and ``weight`` (for a number of tokens pass "sum").
+        Integer scalars are summed and arrays with as many rows as the worker's examples are joined,
+        with a warning. All other leaves need a word.
       allow_int: whether parameters may have leaves of integers or booleans, as for
         `jax.value_and_grad`. Their gradients are zeros of dtype float0, which are not sent.
         Integers that are sharded over data axes are gathered before the loss, like other
@@ -197,7 +198,8 @@ def gradients(
         if is_explicit(abstract):
             return _on_explicit_axes(loss_fn, wanted, mesh)
         bound = _on_auto_axes(loss_fn, wanted, mesh, for_auto)
-        return lambda *args, **rest: (contextlib.nullcontext(), bound(*args, **rest))
+        alone = not bound.others
+        return lambda *args, **rest: (set_around(mesh, alone=alone), bound(*args, **rest))
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
@@ -321,6 +323,7 @@ def _in_context(
         leaves = jax.tree.leaves((params, data, options))
         traced = any(isinstance(x, Tracer) for x in leaves)
         if traced and isinstance(jnp.zeros(()), Tracer):  # in `jax.jit`, not in `jax.vmap` alone
+            check_set_mesh(abstract)
             own = functools.partial(run, params, data, **options)
             return jax.sharding.use_abstract_mesh(abstract), own
         own = functools.partial(compiled, *StaticArguments.of(data), params, **options)
