@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
@@ -344,10 +343,10 @@ class _FromNothing(_Varying):
         if name == "shard_map":
             return self(equation.params["jaxpr"], operands)
         found = super().after(equation, operands)
-        given, made = (
-            [math.prod(jnp.shape(x.aval)) for x in own]
-            for own in (equation.invars, equation.outvars)
-        )
+        kinds: list[list[Any]] = [
+            [x.aval for x in own] for own in (equation.invars, equation.outvars)
+        ]
+        given, made = ([math.prod(x.shape) for x in own] for own in kinds)
         reduces = name.startswith(("reduce_", "arg", "dot_general"))
         return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
 

@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import assume_invarying, varying_axes, with_constants
+from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
 from dynamiq_jax.core.lowering import knows_devices
@@ -196,7 +197,7 @@ class AutoGrad:
             program, shapes = traced(self._recorded(known.told, types, refused.__cause__))
         if self.wanted.has_aux and self.counting:
             warn_of_nothing(program, shapes, axis)
-        results = jax.core.eval_jaxpr(*with_constants(program), *jax.tree.leaves(given))  # type: ignore[attr-defined]
+        results = jaxpr_as_fun(program)(*jax.tree.leaves(given))
         value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
             leading = () if self.wanted.reduces else (axis.name,)
