@@ -371,7 +371,7 @@ def train(
     n_devices = jax.device_count()
     rows = batch_size * n_devices
     steps = steps or -(-3 * len(trained.tokens) // rows)
-    mesh = jax.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = dq.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
     cost = chosen.explain(params, n_devices, verbose=False)
     sent = f"{cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step"

@@ -133,7 +133,8 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
 
     eight, five, none = (3e-5, 2e-4), (3e-3, 2e-2), (-1, 1e-30)
     cases = [
-        (errors(dq.F32()), none, eight),  # the default: codes of 8 bits
+        (errors(dq.DynamiQ(bits=5.5)), five, eight),  # the default: codes of 8 bits
+        (errors(dq.F32()), none, none),
         (errors(dq.DynamiQ(bits=8.5), backward=dq.F32()), eight, none),
         (errors(dq.DynamiQ(bits=5.5), backward=None), five, five),
     ]

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import multihost_worker as worker
 import numpy as np
 import pytest
+import typer
 from asserts import assert_same_bits
 from cases import daily
 from compiler import FLAGS
 from processes import KEPT, Group, Loopback, coordinator, outputs
+from typer.testing import CliRunner
 
 DIES = "command_line_dies"
 NAMED = [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
@@ -96,6 +98,21 @@ def test_several_processes_give_the_bits_of_one(alone, together, n, name):
         expected = alone(n).rows[f"{name}/{i}"]
         assert np.ptp(expected) > 0
         assert_same_bits(together(n).rows[f"{name}/{i}"], expected)
+
+
+def test_the_example_reads_what_a_supervisor_sets(monkeypatch):
+    """And options before variables."""
+    told = []
+    monkeypatch.setattr(
+        worker.train_multihost, "join", lambda *args: told.append(args[:3]) or 1 / 0
+    )
+    app = typer.Typer()
+    app.command()(worker.train_multihost.main)
+    env = {"COORDINATOR": "host0:29400", "NUM_HOSTS": "3", "HOST_ID": "2"}
+    for options in ([], ["--process-id", "1"]):
+        done = CliRunner().invoke(app, options, env=env)
+        assert isinstance(done.exception, ZeroDivisionError)
+    assert told == [("host0:29400", 3, 2), ("host0:29400", 3, 1)]
 
 
 @pytest.mark.release

@@ -31,8 +31,8 @@ def blocks(page):
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
     "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
-    "health", "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm",
-    "explicit", "meshes", "constraints", "several hosts", "scan",
+    "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint", "pmap",
+    "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts", "scan",
     "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
     "by step switch", "metrics",
@@ -326,6 +326,9 @@ PRINTED = [
     (["weight"], "all finite: True\n", None),
     (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
     (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
+    (["nnx optimizer", "nnx checkpoint"], r"loss 0\.\d{3}\nstep 12\n",
+     lambda found: found["optimizer"].opt_state.gaps.value.shape[0] == 4),
+    (["pmap"], r"loss 0\.\d{3}\n", lambda found: finite(found["per_device"]["out"]["kernel"])),
     (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
     (["grid"], "", of_a_grid),
     (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",

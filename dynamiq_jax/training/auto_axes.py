@@ -24,8 +24,8 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
 from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
-from dynamiq_jax.reduction.worker_gradients import WorkerGradients
-from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
+from dynamiq_jax.reduction.worker_gradients import terms_of
+from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -36,6 +36,7 @@ from dynamiq_jax.tree.placement import (
     misfit_of,
     names_of,
     part,
+    placement_of,
     restrict_spec,
 )
 
@@ -93,7 +94,7 @@ class AutoGrad:
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
     Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
-    `WorkerGradients`. A loss that is ``suspicious`` may close over arrays of the traced program
+    `WorkerTerms`. A loss that is ``suspicious`` may close over arrays of the traced program
     around it.
     """
 
@@ -196,7 +197,7 @@ class AutoGrad:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
         if not self.wanted.reduces:
-            return value, WorkerGradients(found.tree, self.mesh, axis.names, tuple(opened))
+            return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:

@@ -8,15 +8,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import warn_of_gather
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_above_one, axes_of, flat_specs, n_parts, names_of
+from dynamiq_jax.tree.placement import (
+    axes_above_one,
+    axes_of,
+    flat_specs,
+    n_parts,
+    names_of,
+    placement_of,
+)
 
 ARRAYS = Array | np.ndarray | np.generic
 """Arguments of the loss of other types are constants of its program."""
@@ -25,15 +31,6 @@ ARRAYS = Array | np.ndarray | np.generic
 def is_key(x: Any) -> bool:
     """Whether ``x`` is an array of typed PRNG keys."""
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def placement_of(x: Any, mesh: Mesh | AbstractMesh) -> P | None:
-    """How an array is sharded over the mesh; `None` where it cannot be seen or is elsewhere."""
-    traced = isinstance(x, Tracer)
-    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return None
-    return sharding.spec
 
 
 def positional_names(loss_fn: Callable[..., Any], count: int) -> list[str] | None:

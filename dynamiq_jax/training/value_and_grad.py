@@ -57,7 +57,7 @@ def value_and_grad(
     `jax.jit`, an array that is whole on every device stays whole if other arguments are sharded
     over the data axes.
 
-    **On a mesh of Explicit axes**, which `jax.make_mesh` makes by default, the loss is a function
+    **On a mesh of Explicit axes**, which `dq.make_mesh` makes by default, the loss is a function
     of global arrays, as it is for `jax.jit`. Large parameters are typed as reduced over the data
     axes, so that JAX leaves their gradients unreduced, and one compressed collective sums them. JAX
     sums the gradients of parameters that the method does not compress. JAX has no rule for some

@@ -348,6 +348,21 @@ class DynamiQ(HopMethod):
             return self.gather_layout(size, n_workers).wire_bits
         return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
 
+    def seed_bits(
+        self,
+        size: int,
+        n_workers: int,
+        topology: Topology | None,
+        collective: Collective = "all_reduce",
+    ) -> int:
+        """See `Method`: samples, whose hash is the seed where there are no statistics."""
+        if self.plan is not False or n_workers == 1:
+            return 0
+        if collective == "all_gather":
+            return self.gather_layout(size, n_workers).stats_bits
+        assert topology is not None
+        return self.layout(size, n_workers, topology, collective).stats_bits
+
     def exchange_format(self, n_workers: int) -> WireFormat:
         """The wire format of one width, the largest that fits ``bits`` for all workers."""
         # One worker sends nothing, and gets the format of two.
