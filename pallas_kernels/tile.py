@@ -114,7 +114,9 @@ class Tile(Protocol):
         """Broadcasts groups' values to coordinates."""
         ...
 
-    def if_any(self, of_groups, run: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]):
+    def if_any(
+        self, of_groups, run: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
+    ) -> jax.Array:
         """``run()`` if some of the groups' uint32 are not 0, else ``otherwise()``, its equal."""
         ...
 
@@ -213,7 +215,7 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
 
 def _decode_dithered(code, marked, noise: Callable[[], jax.Array], width: int, tile: Tile):
     """Levels minus their dither, f32 in half-steps; every operation is exact."""
-    words = noise() if tile.fmt.dither_amplitude(width) else None
+    words: Any = noise() if tile.fmt.dither_amplitude(width) else None
 
     def with_zeros():
         if width == 1:
@@ -365,7 +367,9 @@ def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
     The second result is 1 for marked groups and 0 for others, uint32, and `None` without dither.
     """
     fmt, magnitude = tile.fmt, _magnitude(values, tile.fmt)
-    top, marked, some = tile.group_max(magnitude), None, None
+    top = tile.group_max(magnitude)
+    marked: Any = None
+    some: Any = None
     if fmt.dither:
         least = tile.group_max(-magnitude)
         marked, some = _mark(least), _mark(tile.row_max(least))
