@@ -91,7 +91,7 @@ def check_partitioner() -> None:
         raise ValueError(
             "jax_use_shardy_partitioner is False, and compression on Explicit axes needs Shardy: "
             "only it leaves gradients unreduced. Leave the option at its default, True; or take a "
-            "mesh of Auto axes, as jax.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
+            "mesh of Auto axes, as dq.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
         )
 
 
