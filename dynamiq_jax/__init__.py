@@ -11,6 +11,7 @@ loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # und
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
 from dynamiq_jax.compression.compression import Compression, explain
 from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.meshes import make_mesh

@@ -388,7 +388,7 @@ def train(
     opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(params)
     value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, compression=chosen)
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = value_and_grad(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

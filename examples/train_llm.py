@@ -194,7 +194,7 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
     """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = method.value_and_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)

@@ -460,6 +460,7 @@ def attributes():
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_nothing_of_jax_is_replaced_while_a_loss_is_traced(kind):
     params, batch = arrays()
     mesh = mesh_of(8) if kind == "auto" else jax.make_mesh((8,), ("data",))
@@ -788,6 +789,7 @@ def test_specs_by_name_cover_all_arguments():
         assert without == expected | {"fourth": None}
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
     params, batch = arrays()
     specs = {"up": P(None, "model"), "down": P()}

@@ -161,6 +161,32 @@ def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path,
     assert record["losses"] == together(2).records[0]["losses"]
 
 
+# --- Processes with different numbers of rows -----------------------------------------------------
+
+
+def test_a_process_without_batches_takes_part_and_uneven_ones_are_named():
+    """By the recipe the loss is that of all rows; a mean of means is said to be one."""
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=4"
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    worker, address = Path(__file__).with_name("uneven_worker.py"), coordinator()
+    commands = [[sys.executable, str(worker), address, str(i)] for i in range(2)]
+    w, means = np.full((256, 8), 0.01), []
+    for i, rows in enumerate((16, 8)):
+        x = np.random.default_rng(i).standard_normal((rows, 256), np.float32) + i
+        means.append(np.mean((x @ w - 1) ** 2))
+    expected = {"plain": np.mean(means), "weighted": np.average(means, weights=(2, 1))}
+    for i, (said, _) in enumerate(outputs(commands, env)):
+        for name, loss in expected.items():
+            ((found, warned),) = re.findall(rf"^{name} (\S+); (.*)$", said, re.MULTILINE)
+            assert float(found) == pytest.approx(loss, rel=1e-4)
+            own, other = (32, 16)[:: 1 - 2 * i]
+            told = rf"'x' has shape \({own}, 256\) on process {i}, and had \({other}, 256\) on"
+            assert bool(re.search(told, warned)) == (name == "plain") and (warned == "[]") == (
+                name == "weighted"
+            )
+
+
 # --- Restored states ------------------------------------------------------------------------------
 
 

@@ -150,6 +150,7 @@ def test_streams_of_random_numbers_move_on(kind):
     assert np.array_equal(first, expected) == (kind == "explicit")
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_weights_and_several_arguments():
     """A masked mean of two modules, a part of whose variables are in shards (FSDP)."""
     first, second = nnx.Linear(16, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 4, rngs=nnx.Rngs(1))

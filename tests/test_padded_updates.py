@@ -522,6 +522,7 @@ def test_large_leaves_that_travel_exactly_are_told_too():
     assert dq.explain({"b": leaf}, 8, compression=excluded, verbose=False).padded == ()
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_bytes_of_state_and_wire_shrink_and_are_told():
     params = {
         "bias": np.ones(1001, "f"),

@@ -11,13 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import uneven_worker
 from cases import daily
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
-
-pytestmark = pytest.mark.usefixtures("padding_counts")
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,8 +33,8 @@ NAMES = [
     "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint", "pmap",
     "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts", "scan",
     "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
-    "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
-    "by step switch", "metrics",
+    "loss scaling", "weight", "uneven", "private", "budget", "grid", "by path", "by step",
+    "by step optax", "by step switch", "metrics",
 ]  # fmt: skip
 
 
@@ -324,6 +323,7 @@ PRINTED = [
     (["sequential", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
+    (["uneven"], r"loss 0\.\d{3} of the last 5 rows\n", uneven_worker.check),
     (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
     (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
     (["nnx optimizer", "nnx checkpoint"], r"loss 0\.\d{3}\nstep 12\n",

@@ -134,6 +134,7 @@ def test_exact_halves_train_as_plain_optax_does(rule, axes, topology):
     assert (int(state.step), int(state.skipped)) == (4, 0)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_leaves_that_are_split_along_unlike_dimensions_share_a_bucket():
     """Each dimension alone has too few coordinates for a bucket of its own."""
     shapes = {"first": (128, 9), "second": (9, 128), "third": (3, 3, 128)}

@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
@@ -21,7 +22,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments
-from dynamiq_jax.training.batches import Told, leaf_specs
+from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
 from dynamiq_jax.training.lifting import Losses, lifted
 from dynamiq_jax.training.wanted import Wanted, apart, together
 from dynamiq_jax.tree.placement import check_nodes
@@ -222,7 +223,9 @@ def gradients(
         _check_call(axis, wanted.reduces, metrics=wanted.metrics or None, state=state, key=key)
         params, others = wanted.positions.split(args)
         _check_params(params, allow_int)
-        within = on(mesh_around(params) if mesh is None else mesh)
+        own_mesh = mesh_around(params) if mesh is None else mesh
+        within = on(own_mesh)
+        _compare_batches(loss_fn, wanted, own_mesh, for_auto.weight, (others, kwargs))
         moving, *integers = apart(params) if allow_int else (params,)
         context, run = within(moving, (others, kwargs, *integers), key=key, state=state)
         with context:
@@ -275,6 +278,27 @@ def _specs_of(
     integers = jax.tree_util.tree_leaves_with_path(data[2:])
     names = ["parameter" + jax.tree_util.keystr(path[1:]) for path, _ in integers]
     return found + [Told(name, P()) for name in names]
+
+
+def _compare_batches(
+    loss_fn: Callable[..., Any], wanted: Wanted, mesh: Any, weight: Any, data: Any
+) -> None:
+    """Warns of processes with different numbers of rows, whose loss is a mean without weights."""
+    explicit = is_explicit(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
+    if weight is not None or (wanted.total.op == "sum" and not explicit):
+        return
+
+    def shapes() -> dict[str, tuple[int, ...]]:
+        names = (own.name for own in _specs_of(loss_fn, wanted, None, data))
+        leaves = zip(names, jax.tree.leaves(data), strict=True)
+        return {name: jnp.shape(x) for name, x in leaves if isinstance(x, ARRAYS)}
+
+    weighs = "" if explicit else ", and pass weight= with that sum, or else the number of rows"
+    remedy = (
+        "For that, fill up short batches with rows that a mask leaves out, let the loss divide by "
+        f"the sum of the mask{weighs} (docs/recipes.md, Batches that end early)"
+    )
+    agreement.compare_batches(shapes, mesh, remedy)
 
 
 def _with_float0(found: Any, integers: Any) -> Any:

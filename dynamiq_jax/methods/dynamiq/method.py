@@ -83,7 +83,8 @@ class DynamiQ(HopMethod):
         permutation) or "independent".
       dither: whether decoders regenerate the encoders' noise and subtract its part of the rounding
         error. This removes at least half of the error, with the same wire bits and without bias,
-        but decoding takes more arithmetic. "geometric" levels do not support it.
+        but decoding takes more arithmetic. Sums of exact zeros stay zero. "geometric" levels do
+        not support it.
       format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
