@@ -3,9 +3,14 @@
 import numpy as np
 
 from dynamiq_jax.plan.program import NAMES as COLLECTIVES
-from dynamiq_jax.plan.program import OPERATION, arrays_of, bits_of, groups_of, sent_bytes
+from dynamiq_jax.plan.program import OPERATION, arrays_of, bits_of, collectives_of, groups_of
 
-__all__ = ["COLLECTIVES", "OPERATION", "arrays_of", "bits_of", "groups_of", "sent_bytes"]
+__all__ = ["COLLECTIVES", "OPERATION", "arrays_of", "bits_of", "groups_of"]
+
+
+def sent_bytes(program, n_workers):
+    """Bytes that one worker sends in one run of a compiled program, given as text (HLO)."""
+    return sum(x.total_bytes for x in collectives_of(program, n_workers))
 
 
 def moves_of(hlo):

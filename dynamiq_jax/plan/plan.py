@@ -108,6 +108,11 @@ class Plan(NamedTuple):
         """Bytes that one worker sends."""
         return sum(move.sent_bits for move in self.moves) / 8
 
+    def bits_per_coord(self, sent_bytes: float, size: int) -> float:
+        """Bits per coordinate of ``size`` that take these bytes, of which bf16 takes 16."""
+        share = native_share(self.kind, self.n_workers) * size
+        return 8 * sent_bytes / share if share else 0.0
+
     @property
     def scope(self) -> str:
         """The name under which the operations of this plan stand in a compiled program."""

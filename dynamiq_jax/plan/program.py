@@ -126,11 +126,6 @@ def collectives_of(program: str, n_devices: int) -> list[Collective]:
     return [x for line in entry.splitlines()[1:] for x in of_line(line)]
 
 
-def sent_bytes(program: str, n_devices: int) -> float:
-    """Bytes that one worker sends in one run of a compiled program, given as text (HLO)."""
-    return sum(x.total_bytes for x in collectives_of(program, n_devices))
-
-
 def _collective(found: re.Match, line: str, n_devices: int) -> Collective:
     groups = groups_of(line)
     arrays = _results(found)

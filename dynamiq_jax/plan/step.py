@@ -265,7 +265,7 @@ def _lines(told: StepExplanation) -> list[str]:
     if not told.agrees:
         lines.append(
             f"The compiled program sends {told.program_bytes:,.0f} bytes, which is not what its "
-            "plans say; see the FAQ."
+            "plans say."
         )
     if told.pushes:
         lines.append("Push kernels send the payloads of some plans, where it is faster.")

@@ -25,7 +25,7 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
-from dynamiq_jax.plan.plan import Native, Plan, native_share
+from dynamiq_jax.plan.plan import Native, Plan
 from dynamiq_jax.reduction.checks import Fixed
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf, concatenate, split
@@ -147,9 +147,9 @@ def reduce_leaves(
         return values, after, None
     pairs = zip(known, plan.buckets, strict=True)
     of_leaves = [of_all_parts(facts, bucket.axes) for facts, bucket in pairs]
-    sent, size = plan.sent_bytes, sum(move.size for move in plan.moves)
-    share = native_share("all-reduce", plan.n_workers) * size
-    bits = 8 * sent / share if share else 0.0
+    moves = plan.moves
+    sent = sum(move.sent_bits for move in moves) / 8
+    bits = plan.bits_per_coord(sent, sum(move.size for move in moves))
     return values, after, summarise(of_leaves, bits_per_coord=bits, wire_bytes=sent)
 
 

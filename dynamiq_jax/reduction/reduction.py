@@ -41,7 +41,7 @@ from dynamiq_jax.reduction.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scattering
+from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.padding import Padding, padding_of
@@ -305,8 +305,8 @@ class Reduction:
                     some = natively("reduce-scatter", Axis(names), some, route, at, **along)
                 else:
                     routed = dataclasses.replace(own, topology=topology)
-                    run, of_some = scattering(Axis(names), some, routed, at, op=self.op, key=seed)
-                    some = of_some.unflatten(run())
+                    axis = Axis(names)
+                    some = scatter_over(axis, some, routed, at, op=self.op, key=seed)
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar, cast, get_args
@@ -94,21 +94,20 @@ def psum_scatter(
     )
     if not axis.names:
         return x
-    run, treedef = scattering(axis, x, compression, scatter_dimension, tiled=tiled, key=key)
-    return treedef.unflatten(run())
+    return scatter_over(axis, x, compression, scatter_dimension, tiled=tiled, key=key)
 
 
-def scattering(
+def scatter_over(
     axis: Axis,
-    tree: Any,
+    tree: Tree,
     compression: Compression,
     dimension: Dimensions,
     *,
     tiled: bool = True,
     op: Op = "sum",
     key: Array | None = None,
-) -> tuple[Callable[[], list[Array]], Any]:
-    """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
+) -> Tree:
+    """`psum_scatter`, or the mean, with its arguments in one compression."""
     told = {"scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
@@ -118,12 +117,8 @@ def scattering(
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
     check_varying(plan, fixed, axis)
     check_whole(plan.buckets, axis)
-
-    def scatter() -> list[Array]:
-        found, _, _ = run(plan, Scatter(axis, cut, op), dict(enumerate(values)), key)
-        return list(found.values())
-
-    return scatter, treedef
+    found, _, _ = run(plan, Scatter(axis, cut, op), dict(enumerate(values)), key)
+    return treedef.unflatten(found.values())
 
 
 class Scatter(NamedTuple):
