@@ -103,9 +103,9 @@ WAYS = {
     "psum": (lambda: trace(psum), 38), "gradients on Auto axes": (on_auto, 44),
     "gradients on Explicit axes": (on_explicit, 47), "sequential": (pipeline, 44),
     "FSDP": (fsdp, 44),
-    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 45),
+    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 47),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 49),
-    "sharded updates": (sharded_updates, 46),
+    "sharded updates": (sharded_updates, 45),
 }  # fmt: skip
 """Functions that trace a way, and the most files of ours that they may run."""
 

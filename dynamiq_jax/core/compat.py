@@ -312,6 +312,19 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
     return jax.core.eval_jaxpr(alone, (), *given.values())
 
 
+def evaluate_all(
+    equations: Sequence[JaxprEqn], known: dict[Any, Any], results: Sequence[Any]
+) -> Sequence[Any]:
+    """The values of variables or constants, by equations of a program, from the ``known`` ones."""
+    alone = _empty_jaxpr().replace(
+        invars=list(known),
+        outvars=list(results),
+        eqns=list(equations),
+        effects=frozenset().union(*(equation.effects for equation in equations)),
+    )
+    return jax.core.eval_jaxpr(alone, (), *known.values())
+
+
 def constant_of(literal: Literal) -> Array:
     """The value of a constant in a program."""
     return jnp.asarray(literal.val, literal.aval.dtype)  # type: ignore[attr-defined]

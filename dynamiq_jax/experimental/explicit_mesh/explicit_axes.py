@@ -53,7 +53,8 @@ from dynamiq_jax.experimental.explicit_mesh.uses import (
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import warn_of_gather
-from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
+from dynamiq_jax.training.auto_axes import StaticArguments
+from dynamiq_jax.training.closures import closed_arrays
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -345,7 +346,7 @@ class ExplicitGrad(NamedTuple):
         name such axes, nothing changes.
         """
         counting = {*axes_above_one(self.mesh.axis_names, self.mesh.shape)}
-        if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
+        if any(axes_of(_spec(x)) - counting for _, x in closed_arrays(loss).values()):
             return self(loss, params, data, **options)
 
         def without_ones(x: Any) -> Any:
