@@ -22,7 +22,9 @@ from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.training.in_backward import reduce_in_backward
+from dynamiq_jax.training.layers import Scanned
 from dynamiq_jax.training.pipeline import sequential
+from dynamiq_jax.training.scan import scan
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "Format",
     "Hierarchical",
     "Ring",
+    "Scanned",
     "all_gather",
     "all_to_all",
     "explain",
@@ -46,6 +49,7 @@ __all__ = [
     "psum_scatter",
     "reduce",
     "reduce_in_backward",
+    "scan",
     "sequential",
     "value_and_grad",
     "with_sharding_constraint",
