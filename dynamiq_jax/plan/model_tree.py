@@ -20,7 +20,12 @@ def save_model_tree(file: str | Path, params: Any) -> None:
     tree's order, ``{"layers/0/kernel": [[768, 3072], "float32"], ...}``, with the paths that
     ``Compression(exclude=...)`` searches.
 
-    ``params`` are arrays or `jax.ShapeDtypeStruct`s.
+    Args:
+      file: where to write.
+      params: a tree of arrays or of `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      Nothing.
     """
     leaves = describe_leaves(params)
     names = [leaf.path for leaf in leaves]
@@ -32,7 +37,13 @@ def save_model_tree(file: str | Path, params: Any) -> None:
 
 
 def load_model_tree(file: str | Path) -> "OrderedDict[str, jax.ShapeDtypeStruct]":
-    """Reads a file of `save_model_tree`: leaves by name, in the order of the file.
+    """Reads a file of `save_model_tree`.
+
+    Args:
+      file: what `save_model_tree` has written.
+
+    Returns:
+      The leaves by name, in the order of the file.
 
     Raises:
       ValueError: the file is not one of `save_model_tree`.
