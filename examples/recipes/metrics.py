@@ -13,7 +13,7 @@ import jax
 from start import batches, compression, loss_fn, mesh, params, sgd
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.writers import scalars
+from dynamiq_jax.metrics import scalars
 
 f = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", compression=compression, metrics=True)
 
