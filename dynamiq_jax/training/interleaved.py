@@ -13,9 +13,9 @@ from jax import Array, lax
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.seeds import fold_seeds
+from dynamiq_jax.jaxprs.phases import SMALL, Progress, Slot, Traced, cut, seeds_of
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.training.in_backward import Reducer
-from dynamiq_jax.training.phases import SMALL, Progress, Slot, Traced, cut, seeds_of
 
 LATE = 4
 """The most reductions whose last kernels wait for the end of the backward pass.

@@ -33,10 +33,10 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.in_backward import Reducer
 from dynamiq_jax.training.interleaved import Beside, Gathers, Pipeline, Seeds, arrive, send, without
-from dynamiq_jax.training.phases import Progress
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import names_of
 
