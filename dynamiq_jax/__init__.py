@@ -12,17 +12,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
-from dynamiq_jax.compression.compression import Compression, explain
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.explain import explain
+from dynamiq_jax.compression.policy import Policy
 from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.meshes import make_mesh
+from dynamiq_jax.core.warned import warn as _warn
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
-from dynamiq_jax.training.in_backward import reduce_in_backward
-from dynamiq_jax.training.pipeline import sequential
+from dynamiq_jax.training.in_backward import fsdp
+from dynamiq_jax.training.pipeline import overlapped
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
@@ -35,18 +38,19 @@ __all__ = [
     "F32",
     "Format",
     "Hierarchical",
+    "Policy",
     "Ring",
     "all_gather",
     "all_to_all",
     "explain",
+    "fsdp",
     "jit",
     "make_mesh",
+    "overlapped",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
-    "reduce_in_backward",
-    "sequential",
     "value_and_grad",
     "with_sharding_constraint",
 ]
@@ -61,7 +65,18 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str):
-        """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not."""
+        """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not.
+
+        Former names of functions work with a warning.
+        """
+        former = {"reduce_in_backward": "fsdp", "sequential": "overlapped"}
+        if name in former:
+            now = former[name]
+            _warn(
+                f"dq.{name} goes with the next minor version; it is dq.{now} now",
+                DeprecationWarning,
+            )
+            return globals()[now]
         if name not in ("comparators", "nnx", "optax"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

@@ -1,11 +1,10 @@
 """`Compression`: the choices that a user makes once for all collectives of a program."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +20,10 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.links import fast_links, slow_by_choice
 from dynamiq_jax.core.seeds import key_words
-from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.plan.plan import Kind, Native, Plan
-from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
@@ -121,7 +118,7 @@ class Compression(Options):
     @property
     def by_path(self) -> bool:
         """Whether a function chooses the method."""
-        return _chooses(self.method)
+        return chooses(self.method)
 
     def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
         """The method of every leaf; `None` for leaves that are excluded."""
@@ -410,132 +407,6 @@ class Compression(Options):
         } | agreement.described(options)
 
 
-def as_compression(
-    compression: Compression | Method | ByPath | None,
-    topology: AnyTopology | None = None,
-    *,
-    method: Compression | Method | ByPath | None = None,
-    default: Method | None = None,
-) -> Compression:
-    """The `Compression` that ``compression=`` and ``topology=`` of a collective describe.
-
-    ``method`` is the former name of ``compression``.
-    """
-    if method is not None:
-        if compression is not None:
-            raise TypeError(
-                f"compression={compression!r} and method={method!r} are one argument: pass "
-                "compression, since method is its former name"
-            )
-        warn(
-            "method= is deprecated, and goes with the next minor version: the argument's name is "
-            "compression= now",
-            DeprecationWarning,
-        )
-        compression = method
-    if compression is None:
-        compression = default
-    if not isinstance(compression, Compression):
-        if compression is not None and not _chooses(compression):
-            check_method(compression, "compression")
-        return Compression(compression, topology=topology)
-    if topology is None:
-        return compression
-    if (own := compression.topology) is not None and own != topology:
-        raise ValueError(
-            f"topology={topology!r}, and compression has topology={own!r}; pass one of them"
-        )
-    return dataclasses.replace(compression, topology=topology)
-
-
-@overload
-def explain(
-    tree: Callable, *args: Any, verbose: bool = True, rate: str | None = None
-) -> StepExplanation: ...
-
-
-@overload
-def explain(
-    tree: Any,
-    n_workers: int | tuple[int, ...],
-    *,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
-    verbose: bool = True,
-    mesh: Mesh | None = None,
-    specs: Any = None,
-    rate: str | None = None,
-    method: Compression | Method | ByPath | None = None,
-) -> Explanation: ...
-
-
-def explain(
-    tree: Any,
-    *args: Any,
-    n_workers: int | tuple[int, ...] | None = None,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
-    verbose: bool = True,
-    mesh: Mesh | None = None,
-    specs: Any = None,
-    rate: str | None = None,
-    method: Compression | Method | ByPath | None = None,
-) -> Explanation | StepExplanation:
-    """Tells all that a step sends, or what `psum` of a tree would; prints a table.
-
-        dq.explain(step, params, batch)  # a step that is there: reads its compiled program
-        dq.explain(params, 16, rate="25gbit")  # plans for 16 workers: nothing is compiled
-
-    **A step** is any function of yours, jitted or not, on any kind of mesh; it is compiled. The
-    table has every plan that it runs, the collectives of your own and those that XLA put there, and
-    the leaves that travel natively with their reasons.
-
-    Args:
-      tree: a step; or arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
-      args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
-        arguments with `functools.partial`. For a tree, ``n_workers``.
-      n_workers: for a tree, the size of the axis, or of every axis, the outermost first.
-      compression: for a tree, as for `psum`. A step has its own.
-      topology: as for `psum`.
-      verbose: whether to print the table.
-      mesh: the mesh of ``specs``, as for `Compression.explain`.
-      specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
-      rate: the rate of a host's link in each direction, a string such as "25gbit". The explanation
-        then has the wire's times, in ms, as for `Compression.explain`.
-      method: the former name of ``compression``. It warns; the next version removes it.
-
-    Returns:
-      For a step a `StepExplanation`: its plans, other collectives and their bytes. For a tree an
-      `Explanation`: the route, the bytes and the bits per coordinate of every leaf, and their
-      totals for one worker.
-
-    Raises:
-      ValueError: an argument is invalid, or the method does not support this number of workers.
-      TypeError: a tree comes without ``n_workers``.
-    """
-    if is_step(tree):
-        given = dict(compression=compression, topology=topology, mesh=mesh, specs=specs)
-        given |= dict(method=method, n_workers=n_workers)
-        if told := [name for name, value in given.items() if value is not None]:
-            raise ValueError(
-                f"explain got a step, and {' and '.join(told)}, which a step has inside; leave it "
-                "out, or pass parameters and n_workers to plan a step that is not there"
-            )
-        per_second = None if rate is None else bytes_per_second(rate)
-        found = explain_step(tree, args, rate=rate, per_second=per_second)
-        if verbose:
-            print(found)
-        return found
-    sizes = args if n_workers is None else (*args, n_workers)
-    if len(sizes) != 1:
-        raise TypeError(
-            f"explain takes a tree and n_workers, and got {len(sizes)} arguments after the tree; "
-            "pass explain(params, 8), or a step and its arguments"
-        )
-    options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
-    return as_compression(compression, topology, method=method).explain(tree, sizes[0], **options)
-
-
 def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:
     """One worker's states of all buckets; for buckets in several parts, of all parts."""
 
@@ -550,7 +421,7 @@ def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:
     return tuple(first(bucket, count) for bucket, count in pairs)
 
 
-def _chooses(method: Any) -> bool:
+def chooses(method: Any) -> bool:
     """Whether the value is a function that chooses a method for every leaf."""
     return callable(method) and not isinstance(method, type | Method)
 

@@ -176,7 +176,7 @@ def ways(plan: Plan, all_reduced: tuple[float, float], n_workers: int) -> tuple[
         ),
         (
             "FSDP",
-            f"dq.reduce_in_backward{said}",
+            f"dq.fsdp{said}",
             exact + scattered + 2 * parameters,
             kept + (nbytes + MOMENTS * size) / n,
             nbytes / n,

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression
 from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
@@ -406,17 +407,14 @@ def _with_method(compression: Compression, default: Method) -> Compression:
     return dataclasses.replace(compression, method=default)
 
 
-def gathers_of(
-    gather: Compression | Method | ByPath | None,
-    compression: Compression,
-    *,
-    copied: bool = False,
-) -> Compression:
+def gathers_of(policy: AnyPolicy | None, *, copied: bool = False) -> Compression:
     """How shards travel. A bare method, or the default, has the limits of the gradients.
 
     Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
     alike. ``copied`` is as for `Reduction`.
     """
+    compression = as_compression(policy)
+    gather = policy.parameters if isinstance(policy, Policy) else None
     own = isinstance(gather, Compression)
     told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
 

@@ -109,7 +109,7 @@ class Uses:
     native: dict[int, str] = dataclasses.field(default_factory=dict)
     """By parameter: the first primitive that has no rule on its way to examples."""
     gathered: set[int] = dataclasses.field(default_factory=set)
-    """The numbers of parameters that `reduce_in_backward` gathers."""
+    """The numbers of parameters that `fsdp` gathers."""
 
 
 def value_of(x: Any, data: bool = True) -> Value:
@@ -189,7 +189,7 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
     if gathers or any(x.typed is not None for x in operands):
         made = _typed(equation, operands, uses)
     if made is None and gathers:
-        raise NotImplementedError(f"reduce_in_backward within {name}")
+        raise NotImplementedError(f"fsdp within {name}")
     if made is None:
         plain = [x.plain() for x in operands]
         for x, own in zip(operands, plain, strict=True):
