@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import CHEAP, limits_of, small, vmapped
+from cases import CHEAP, limits_of, over, small, vmapped
 from crossover import FILE, MIB, Point, crossover_bytes, questions, written
 from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
@@ -154,7 +153,7 @@ INSIDE = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
     ],
 )
 def test_what_is_passed_is_taken(slow, passed, sizes, taken):
-    route = as_compression(None, passed).route(sizes)
+    route = over(passed, None).route(sizes)
     assert route.topology == filled(taken)
     assert route.reason.startswith("as passed")
     assert route.n_workers == np.prod(sizes)

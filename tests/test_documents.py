@@ -14,10 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "evidence" / "results"
 SPEEDUPS = json.loads((RESULTS / "speedups.json").read_text())
-FORMER = {"request"}
-"""Packages that warn of their new name when they are imported."""
 PACKAGES = [file.parent for file in (ROOT / "dynamiq_jax").rglob("__init__.py")]
-PACKAGES = [folder for folder in PACKAGES if folder.name not in FORMER]
 OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 
@@ -84,14 +81,14 @@ def test_docstrings_have_every_argument_and_the_result(name):
         assert "\nRaises:\n  " in text
 
 
-GRADIENTS = ["value_and_grad", "nnx.value_and_grad", "sequential", "reduce_in_backward"]
+GRADIENTS = ["value_and_grad", "nnx.value_and_grad", "overlapped", "fsdp"]
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_first_sentence_says_whose_loss_it_is(name):
     first = inspect.getdoc(PUBLIC[f"dynamiq_jax.{name}"]).splitlines()[0].lower()
     assert "worker's" in first
-    assert "global batch's" in first or name == "sequential"  # which runs in maps alone
+    assert "global batch's" in first or name == "overlapped"  # which runs in maps alone
 
 
 def test_the_reference_has_what_optax_exports():

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from cases import CHEAP
+from cases import CHEAP, over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of
@@ -49,7 +49,7 @@ def trace(reduce):
 
 def psum(tree):
     """Over `Direct`, whose first step is an all-to-all."""
-    return dq.psum(tree, "data", compression=CHEAP, topology=dq.Direct())
+    return dq.psum(tree, "data", compression=over(dq.Direct(), CHEAP))
 
 
 EXPLICIT = mesh_of(8, kind=AxisType.Explicit)
@@ -79,29 +79,30 @@ def on_explicit(loss=loss, axes=(), **options):
 
 def pipeline():
     functions = [lambda w, x: jnp.tanh(x @ w), lambda _, x: jnp.sum(x)]
-    gradients_of(lambda w, x: dq.sequential(functions, [w, {}], x, **OPTIONS), P())
+    gradients_of(lambda w, x: dq.overlapped(functions, [w, {}], x, **OPTIONS), P())
 
 
 def fsdp():
     options = OPTIONS | {"specs": P("data")}
-    gradients_of(lambda w, x: loss(dq.reduce_in_backward(w, **options), x), P("data"))
+    gradients_of(lambda w, x: loss(dq.fsdp(w, **options), x), P("data"))
 
 
 def sharded_updates():
-    optimizer = dq.optax.sharded(optax.sgd(1.0), differences=CHEAP, **OPTIONS)
+    policy = dq.Policy(gradients=OPTIONS["compression"], parameters=CHEAP)
+    optimizer = dq.optax.sharded(optax.sgd(1.0), **OPTIONS | {"compression": policy})
     update = lambda g, w: optimizer.update(g[0], optimizer.init(w), w)[0]
     options = {"mesh": auto_mesh(), "in_specs": (P("data"), P()), "out_specs": P()}
     jax.make_jaxpr(jax.shard_map(update, **options))(jnp.ones((8, *W.shape)), W)
 
 
 def fsdp_on_explicit():
-    layers = lambda w, x: loss(dq.reduce_in_backward(w, **OPTIONS), x)
-    on_explicit(layers, ["data"], gather=False)
+    layers = lambda w, x: loss(dq.fsdp(w, **OPTIONS), x)
+    on_explicit(layers, ["data"], ungathered=True)
 
 
 WAYS = {
     "psum": (lambda: trace(psum), 38), "gradients on Auto axes": (on_auto, 44),
-    "gradients on Explicit axes": (on_explicit, 47), "sequential": (pipeline, 44),
+    "gradients on Explicit axes": (on_explicit, 47), "overlapped": (pipeline, 44),
     "FSDP": (fsdp, 44),
     "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 47),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 49),
@@ -280,7 +281,7 @@ def calls_of_public_functions() -> set[str]:
     """The text "file: function" for every call of a public function in what is not a command."""
     found = set()
     for file in ROOT.rglob("*.py"):
-        if wing(file) in ("commands", "comparators", "__main__", "request"):  # the last one warns
+        if wing(file) in ("commands", "comparators", "__main__"):
             continue
         name = ".".join(file.relative_to(ROOT.parent).with_suffix("").parts)
         known = vars(importlib.import_module(name.removesuffix(".__init__")))

@@ -1,6 +1,5 @@
 """`import dynamiq_jax` loads and shows little, and works without the extra `[cli]`."""
 
-import importlib
 import re
 import subprocess
 import sys
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import ByPath
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -100,13 +98,13 @@ def explicit_modules():
     return sorted(name for name in sys.modules if name.startswith("dynamiq_jax.experimental"))
 
 def gathered(params, x):
-    gather = dq.reduce_in_backward
+    gather = dq.fsdp
     whole = lambda own: gather(own, "data", compression=method, specs=P("data"))
     return jax.grad(lambda own: loss_fn(whole(own), x))(params)
 
 def piped(params, x):
     options = {"compression": method}
-    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", **options))(params)
+    return jax.grad(lambda own: dq.overlapped([loss_fn], own, x, "data", **options))(params)
 
 jax.eval_shape(traced(all_reduced, P())[1], params, batch)
 jax.eval_shape(traced(averaged, P())[1], params, batch)
@@ -134,7 +132,7 @@ for kind in AxisType.Auto, AxisType.Explicit:
         own = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
         both = dq.value_and_grad(loss_fn, axis_name="data", compression=method)
         jax.eval_shape(jax.jit(both), params, own)
-        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, reduce=False)
+        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, unreduced=True)
         total = lambda *args: dq.psum(terms(*args)[1], "data", compression=method)
         jax.eval_shape(jax.jit(total), params, own)
     if kind == AxisType.Auto:
@@ -198,15 +196,3 @@ def test_every_script_of_the_benchmarks_loads():
     )
     result = python(code)
     assert names and result.returncode == 0, result.stderr
-
-
-def test_the_former_name_of_the_compression_package_warns():
-    """`dynamiq_jax.request` was on the API page of version 0.3."""
-    for name in [name for name in sys.modules if name.startswith("dynamiq_jax.request")]:
-        del sys.modules[name]
-    with pytest.warns(DeprecationWarning, match="is now dynamiq_jax.compression") as found:
-        former = importlib.import_module("dynamiq_jax.request.explanation")
-        types = importlib.import_module("dynamiq_jax.request.compression")
-    assert len(found) == 1
-    assert former.Explanation is type(dq.explain({}, 8, verbose=False))
-    assert types.ByPath is ByPath

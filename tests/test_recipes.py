@@ -32,7 +32,7 @@ NAMES = [
     "jit", "auto", "auto window", "auto specs", "closed", "optax", "accumulation", "checkpoint",
     "sharded", "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint",
     "pmap", "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts",
-    "scan", "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
+    "scan", "fsdp", "fsdp state", "frozen", "overlapped", "scattered", "deferred",
     "loss scaling", "weight", "uneven", "private", "budget", "grid", "by path", "by step",
     "by step optax", "by step switch", "metrics",
 ]  # fmt: skip
@@ -328,8 +328,8 @@ PRINTED = [
     (["scan"], r"loss 0\.", of_layers),
     (["fsdp", "fsdp state"], r"loss 1\.\d+\n", of_fsdp),  # it was 5
     (["frozen"], r"^loss 0\.\d+, 8\.\d bits a coordinate\n$", of_adapters),
-    (["sequential", "scattered"], r"loss 0\.", of_scattered),
-    (["sequential", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
+    (["overlapped", "scattered"], r"loss 0\.", of_scattered),
+    (["overlapped", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
     (["uneven"], r"loss 0\.\d{3} of the last 5 rows\n", uneven_worker.check),

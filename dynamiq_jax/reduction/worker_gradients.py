@@ -118,8 +118,8 @@ def reduce_terms(
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
             "gradients of value_and_grad(unreduced=True) are terms, and their sum is the "
-            f"gradient of the loss; op={op!r}, weight={weight!r} and specs={specs!r} do not go with "
-            "them: call dq.psum(terms, axis_name)"
+            f"gradient of the loss, without op={op!r}, weight={weight!r} and specs={specs!r}: call "
+            "dq.psum(terms, axis_name)"
         )
     stacked, mesh, axes, placed = stacked_terms(terms)
     check_terms(axis, axes)
