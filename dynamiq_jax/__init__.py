@@ -12,14 +12,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
+from dynamiq_jax import former
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.explain import explain
 from dynamiq_jax.compression.policy import Policy
-from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.meshes import make_mesh
-from dynamiq_jax.core.warned import warn as _warn
 from dynamiq_jax.core.xla import jit
+from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
+from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
 from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
@@ -45,39 +46,37 @@ __all__ = [
     "explain",
     "fsdp",
     "jit",
+    "load_model_tree",
     "make_mesh",
     "overlapped",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
+    "save_model_tree",
     "value_and_grad",
     "with_sharding_constraint",
 ]
 
 __version__ = "0.4.0"
 
+WINGS = frozenset(("comparators", "contrib", "hosts", "metrics", "nnx", "optax"))
+"""Public modules that are imported at their first use; ``comparators`` is a former name."""
+
 
 if TYPE_CHECKING:
-    from dynamiq_jax import comparators as comparators
+    from dynamiq_jax import contrib as contrib
+    from dynamiq_jax import hosts as hosts
+    from dynamiq_jax import metrics as metrics
     from dynamiq_jax import nnx as nnx
     from dynamiq_jax import optax as optax
 else:
 
     def __getattr__(name: str):
-        """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not.
-
-        Former names of functions work with a warning.
-        """
-        former = {"reduce_in_backward": "fsdp", "sequential": "overlapped"}
-        if name in former:
-            now = former[name]
-            _warn(
-                f"dq.{name} goes with the next minor version; it is dq.{now} now",
-                DeprecationWarning,
-            )
-            return globals()[now]
-        if name not in ("comparators", "nnx", "optax"):
+        """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not."""
+        if name in former.FUNCTIONS:
+            return globals()[former.function_of_now(name)]
+        if name not in WINGS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             return import_module(f"{__name__}.{name}")

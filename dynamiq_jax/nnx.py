@@ -18,11 +18,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, formerly, unless
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_explicit
-from dynamiq_jax.core.passing import passed_arguments
+from dynamiq_jax.former import formerly, unless
+from dynamiq_jax.jaxprs.passing import passed_arguments
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import Told, is_key, leaf_specs

@@ -21,7 +21,7 @@ from workers import auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import methods
-from dynamiq_jax.comparators import lanes
+from dynamiq_jax.contrib import lanes
 from dynamiq_jax.methods.metrics import vnmse
 
 ROOT = Path(__file__).parent.parent
@@ -158,7 +158,7 @@ def test_a_derived_scatter_puts_every_sum_in_its_place(topology):
 
 
 def test_every_comparator_that_hops_without_memory_shards():
-    names = {name for name, method in dq.comparators.METHODS.items() if method.shards}
+    names = {name for name, method in dq.contrib.METHODS.items() if method.shards}
     assert names >= {"MXFP8", "MXFP6", "MXFP4", "MinMax", "GlobalQSGD"}
 
 
@@ -348,13 +348,13 @@ def test_training_passes_on_what_a_quantiser_is_told(name):
 
 
 def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch):
-    """A package with the page's file, and its line in `comparators/__init__.py`, in a process."""
+    """A package with the page's file, and its line in `contrib/__init__.py`, in a process."""
     folder = tmp_path / "dynamiq_jax"
     shutil.copytree(ROOT / "dynamiq_jax", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "comparators" / "int8.py").write_text(f'"""8 bits."""\n\n{CLASS}')
-    listed = folder / "comparators" / "__init__.py"
-    line = "from dynamiq_jax.comparators.minmax import MinMax as MinMax\n"
-    new = "from dynamiq_jax.comparators.int8 import Int8 as Int8\n"
+    (folder / "contrib" / "int8.py").write_text(f'"""8 bits."""\n\n{CLASS}')
+    listed = folder / "contrib" / "__init__.py"
+    line = "from dynamiq_jax.contrib.minmax import MinMax as MinMax\n"
+    new = "from dynamiq_jax.contrib.int8 import Int8 as Int8\n"
     assert listed.read_text().count(line) == 1
     listed.write_text(listed.read_text().replace(line, new + line))
     paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]

@@ -21,7 +21,7 @@ import dynamiq_jax.nnx
 import dynamiq_jax.optax
 
 N, SIZE, WHOLE = 4, 512, P()
-MINMAX, EIGHT = dq.comparators.MinMax(), dq.comparators.MinMax(bits=8)
+MINMAX, EIGHT = dq.contrib.MinMax(), dq.contrib.MinMax(bits=8)
 pytestmark = pytest.mark.usefixtures("padding_is_free")
 
 

@@ -6,8 +6,9 @@ from typing import Any, overload
 from jax.sharding import Mesh
 
 from dynamiq_jax.compression.explanation import Explanation
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology, formerly
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.ways import bytes_per_second
+from dynamiq_jax.former import formerly
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 
 

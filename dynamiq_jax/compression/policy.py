@@ -3,13 +3,10 @@
 A function reads the fields of a policy that name what it sends; `Policy` has the table.
 """
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from dynamiq_jax.compression.compression import ByPath, Compression, check_method, chooses
-from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods import Method
 
@@ -84,41 +81,6 @@ def _check(value: Any, name: str) -> None:
 
 
 # --- Former keywords ------------------------------------------------------------------------------
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-Former = Callable[[Any, Any], dict[str, Any]]
-"""(value of a former keyword, ``compression``) -> the keywords that mean the same now."""
-
-
-def formerly(**former: Former) -> Callable[[F], F]:
-    """Lets a function take keywords of the previous version, with a warning that says what to pass.
-
-    They go with the next minor version.
-    """
-
-    def decorate(function: F) -> F:
-        @functools.wraps(function)
-        def takes_former(*args: Any, **kwargs: Any) -> Any:
-            for name in former.keys() & kwargs.keys():
-                now = former[name](kwargs.pop(name), kwargs.get("compression"))
-                told = " and ".join(f"{key}={value!r}" for key, value in now.items())
-                warn(
-                    f"{name}= of {function.__name__} goes with the next minor version; "
-                    + (f"pass {told}" if now else "leave it out: it says what is the default"),
-                    DeprecationWarning,
-                )
-                kwargs |= now
-            return function(*args, **kwargs)
-
-        return takes_former  # type: ignore[return-value]
-
-    return decorate
-
-
-def unless(name: str, default: bool) -> Former:
-    """The keyword ``name``, which is true where the former one is not ``default``."""
-    return lambda value, _: {} if value == default else {name: True}
 
 
 def as_topology(value: Any, compression: Any) -> dict[str, Any]:

@@ -16,18 +16,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import (
-    AnyPolicy,
-    Policy,
-    as_compression,
-    as_cotangents,
-    formerly,
-)
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression, as_cotangents
 from dynamiq_jax.compression.routes import check_exchanges
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.engine.run import Values, run
+from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import F32, DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
@@ -70,7 +65,7 @@ def all_to_all(
     `DynamiQ` encodes every coordinate at the largest width that fits ``bits`` together with its
     metadata: 8 bits take 8.34 on the wire, 6 bits take 6.34. Zeros stay zeros, and so do padding
     and dropped tokens. A NaN or an infinity makes the 256 coordinates of its super-group NaN, and
-    no others. You can also use other quantisers without memory (`dynamiq_jax.comparators`: `MXFP8`,
+    no others. You can also use other quantisers without memory (`dynamiq_jax.contrib`: `MXFP8`,
     `MinMax`, `GlobalQSGD`); their docstrings say how they handle zeros and NaN. `BF16` and `F32`
     cast.
 

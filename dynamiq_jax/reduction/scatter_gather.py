@@ -14,12 +14,13 @@ from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology, formerly
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.seeds import Seed, check_key, key_words
 from dynamiq_jax.engine.run import Values, no_buckets, run
+from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
 from dynamiq_jax.plan.plan import Kind, Native, Plan

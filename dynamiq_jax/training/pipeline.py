@@ -1,6 +1,6 @@
 """A pipeline of functions whose gradients are reduced while the backward pass goes on.
 
-A reduction has several rounds of collectives (`training.phases`). There are barriers between
+A reduction has several rounds of collectives (`jaxprs.phases`). There are barriers between
 the backward passes of two functions. Payloads that have arrived wait for the earlier backward pass;
 the later backward pass waits for the kernels that compute the next payloads. So each round of a
 reduction overlaps with the backward pass of one function, and reductions of several functions run
@@ -31,15 +31,16 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters, formerly
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
+from dynamiq_jax.former import formerly
+from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import Pipeline, Seeds, Traces, announce, arrive, send
-from dynamiq_jax.training.phases import Progress
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
