@@ -160,7 +160,7 @@ def test_former_keywords_warn_and_have_the_same_bits(name):
 
 
 def test_a_former_keyword_is_not_silently_another():
-    """What was passed has an effect: of the keywords of today, that alone which says it."""
+    """The value that was passed has an effect; what contradicts it is refused."""
     run, former, now = FORMER["sharded"]
     with pytest.warns(DeprecationWarning, match="Policy.gradients=.*parameters=MinMax"):
         found = result(run, **former)[0]

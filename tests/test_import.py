@@ -241,4 +241,4 @@ def test_modules_below_former_names_are_the_ones_of_now():
 @pytest.mark.usefixtures("forgotten")
 def test_the_former_comparators_are_an_attribute():
     with pytest.warns(DeprecationWarning, match="comparators is now dynamiq_jax.contrib"):
-        assert dq.contrib is dq.contrib
+        assert dq.comparators is dq.contrib

@@ -11,7 +11,7 @@ from dynamiq_jax.fields import Options
 from dynamiq_jax.methods import Method
 
 Field = Literal["gradients", "parameters", "activations", "cotangents"]
-"""What travels: a field of `Policy`."""
+"""A field of `Policy`: it names what travels."""
 
 AnyCompression = Compression | Method | ByPath
 """How one of these travels: a `Compression`, a method, or a function that chooses one by path."""
