@@ -202,7 +202,11 @@ def test_links_are_not_fast_where_nccl_may_not_use_them(
     large = jax.ShapeDtypeStruct((psum_bytes(8) // 2 - 1,), jnp.bfloat16)
     explanation = dq.explain(large, 8, verbose=False)
     assert explanation.rows[0].route.startswith("exact") == fast
-    assert (f"counts as slow, since the environment has {name}" in explanation.reason) != fast
+    first = explanation.defaults[0]
+    assert first.startswith("widths have no plan" if fast else "NVLink counts as slow, since the")
+    assert (f"environment has {name}" in first) != fast
+    assert any("buckets below" in told for told in explanation.defaults) == fast
+    assert f"By default on this machine: {first}." in str(explanation)
 
 
 # Where compression starts to pay

@@ -273,6 +273,6 @@ def test_explanations_say_which_sums_push(nvlink):
     said = dq.explain(tree, 2, verbose=False)
     with jax.set_mesh(auto_mesh(2)):
         assert dq.explain(tree, 2, verbose=False).rows == said.rows
-    assert "sums of up to 1 MiB by one push kernel for each bucket" in said.reason
+    assert "sums of up to 1 MiB by one push kernel for each bucket" in said.defaults
     assert said.rows[0].route == "compressed"
-    assert "push" not in dq.explain(tree, 2, verbose=False, compression=dq.BF16()).reason
+    assert not dq.explain(tree, 2, verbose=False, compression=dq.BF16()).defaults

@@ -32,17 +32,6 @@ def blocks(page):
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-<<<<<<< HEAD
-START, *RECIPES = blocks("docs/recipes.md")
-NAMES = [
-    "jit", "auto", "auto window", "auto specs", "closed", "optax", "accumulation", "checkpoint",
-    "sharded", "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint",
-    "pmap", "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts",
-    "scan", "fsdp", "fsdp state", "frozen", "overlapped", "scattered", "deferred",
-    "loss scaling", "weight", "uneven", "private", "budget", "grid", "by path", "by step",
-    "by step optax", "by step switch", "metrics",
-]  # fmt: skip
-=======
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.py"))}
 START = RECIPES.pop("start")
@@ -70,7 +59,6 @@ def prints(out, lines):
         return all(float(a) == pytest.approx(float(b), rel=0.1) for a, b in pairs)
 
     return all(any(same(found, line) for found in printed) for line in lines)
->>>>>>> main
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -360,54 +348,6 @@ def of_switched_steps(found):
     return of_steps(found, lambda n: run(found["params"], found["batches"][0], np.int32(n))[0])
 
 
-<<<<<<< HEAD
-PRINTED = [
-    (["auto"], r"loss 0\.\d{3} of \d\d tokens, 64 rows\n",
-     lambda found: int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())),
-    (["auto", "auto window"], "", of_windows),
-    (["auto specs"], r"loss \d\.\d{3}\n", of_a_table),
-    (["closed"], r"loss 0\.\d{3}\n", of_a_generator),
-    (["optax"], r"loss 0\.\d{3}, vNMSE \d\.\de-0\d\n", of_optax),
-    (["optax", "accumulation"], r"\n3 reductions in 12 steps\n",
-     lambda found: finite(found["trained"]["out"]["kernel"])),
-    (["optax", "sharded", "health", "sharded jit"],
-     r"loss 0\.\d{3}, a worker updates \(32, 1024\), 0 skipped\n"
-     r"norm of the gradient \d+\.\d\d, 0 steps skipped in a row\n",
-     lambda found: part(found["opt_state"].masters["out"]["kernel"]) == (128, 8)),
-    (["nnx"], r"loss 0\.[0-4]\d*\n", None),
-    (["linen"], r"loss 0\.[0-4]\d*\n", None),
-    (["linen", "linen norm"], r"\nstatistics of all workers: loss 0\.[0-4]\d*\n", of_statistics),
-    (["explicit"], r"loss [01]\.\d+\n", None),
-    (["meshes"], "", of_meshes),
-    (["meshes", "constraints"], "", lambda found: (
-        "constrained" in found and close(jax.device_get(found["grads"]), exact(found)))),
-    (["several hosts"], "compressed, bucket 0", lambda found: close(
-        found["grads"], jax.grad(found["loss_fn"])(found["params"], found["batches"][0]))),
-    (["scan"], r"loss 0\.", of_layers),
-    (["fsdp", "fsdp state"], r"loss 1\.\d+\n", of_fsdp),  # it was 5
-    (["frozen"], r"^loss 0\.\d+, 8\.\d bits a coordinate\n$", of_adapters),
-    (["overlapped", "scattered"], r"loss 0\.", of_scattered),
-    (["overlapped", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
-    (["loss scaling"], "scale 16384\n", of_finite_parameters),
-    (["weight"], "all finite: True\n", None),
-    (["uneven"], r"loss 0\.\d{3} of the last 5 rows\n", uneven_worker.check),
-    (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
-    (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
-    (["nnx optimizer", "nnx checkpoint"], r"loss 0\.\d{3}\nstep 12\n",
-     lambda found: found["optimizer"].opt_state.gaps.value.shape[0] == 4),
-    (["pmap"], r"loss 0\.\d{3}\n", lambda found: finite(found["per_device"]["out"]["kernel"])),
-    (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
-    (["grid"], "", of_a_grid),
-    (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",
-     lambda found: finite(found["grads"]["hidden"]["kernel"])),
-    (["metrics"], "", of_metrics),
-    (["by step"], r"loss 0\.\d{3}, 3 programs\n", of_steps),
-    (["by step", "by step optax"], r"\n12 updates by 3 programs\n",
-     lambda found: alike(found["trained"])),
-    (["by step", "by step switch"], r"\nloss 0\.\d{3}, 1 program\n", of_switched_steps),
-]  # fmt: skip
-"""Recipes with those that they continue, what they print, and what holds of their variables."""
-=======
 HOLDS = {
     "explicit_axes": None,  # its test is above
     "auto_axes": lambda found: (
@@ -438,7 +378,7 @@ HOLDS = {
     "scan_layers": of_layers,
     "fsdp": of_fsdp,
     "lora": of_adapters,
-    "sequential": of_layers,
+    "overlapped": of_layers,
     "overlapped_sharded": of_scattered,
     "deferred": of_deferred,
     "loss_scaling": of_finite_parameters,
@@ -455,7 +395,6 @@ HOLDS = {
 }  # fmt: skip
 """Recipes, and what holds of their variables."""
 NEEDS = {"keras_model": "keras", "equinox_net": "equinox"}
->>>>>>> main
 
 
 @pytest.mark.parametrize("name", daily([*HOLDS], []))

@@ -163,10 +163,12 @@ class Compression(Options):
             found = topology.on(sizes)
             topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
             reason = f"{reason}; {how}" if how else reason
-        fast = here and fast_links()
+        fast, defaults = here and fast_links(), ()
         if here and (setting := slow_by_choice()) is not None:
-            reason += f"; NVLink counts as slow, since the environment has {setting}"
-        method = method.without_plan() if fast else method
+            defaults = (f"NVLink counts as slow, since the environment has {setting}",)
+        if fast and method != method.without_plan():
+            method = method.without_plan()
+            defaults = ("widths have no plan, which takes longer than it saves over NVLink",)
         runner = method
         if topology is not None:
             inner, outer, n_inner = topology.levels(sizes)
@@ -176,10 +178,8 @@ class Compression(Options):
         pushed = None
         if fast and not overlaps:
             pushed = self._pushed(method, self.topology or topology, n_workers)
-        if pushed is not None:
-            reason += f"; sums of up to {pushed[1] >> 20} MiB by one push kernel for each bucket"
         in_bf16 = fast and self.method is None
-        route = Route(method, topology, sizes, runner, limits, reason, pushed, in_bf16)
+        route = Route(method, topology, sizes, runner, limits, reason, pushed, in_bf16, defaults)
         runner.check(n_workers, route.flat)
         return route
 
@@ -215,6 +215,7 @@ class Compression(Options):
         buckets: list[Bucket] = []
         exact: list[tuple[Leaf, str]] = []
         apart: list[Leaf] = []
+        defaults: dict[str, None] = {}
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
@@ -222,6 +223,7 @@ class Compression(Options):
                 continue
             route = self.route(sizes, method, **options)
             route.check(kind)
+            defaults |= dict.fromkeys(route.defaults_of(kind, self.limits))
             own = with_scale_axes(own, method.scale_axis)
             limits = route.limits_of(kind, self.limits)._asdict()
             limits["declined"] = {leaf.index: method.declines(leaf) for leaf in own}
@@ -243,7 +245,7 @@ class Compression(Options):
         if kind != "all-reduce":
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
         natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
-        found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart)
+        found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart), tuple(defaults)
         return Plan(kind, sizes, *found)
 
     def init_state(
@@ -377,7 +379,9 @@ class Compression(Options):
             axis, words = check_axis(axis_name), key_words(key)
             sizes = sizes_on(mesh, axis)
             told = self.facts(axis, sizes, describe_leaves(tree), op=op, weight=weight, specs=specs)
-            told["topology"] += f" ({self.route(sizes).reason})"
+            route = self.route(sizes)
+            reasons = "; ".join((route.reason, *route.defaults_of("all-reduce", self.limits)))
+            told["topology"] += f" ({reasons})"
             told["key"] = "none" if words is None else str(np.asarray(words).tolist())
             devices = [device.id for device in mesh.devices.flat]
             return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}

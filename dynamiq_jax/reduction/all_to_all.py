@@ -117,9 +117,11 @@ def all_to_all(
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
         check_axis_of(leaf, "concat_axis", concat_axis)
+    for method in dict.fromkeys(back.methods_of(leaves) if back else ()):
+        check_exchanges(method or F32(), n, "cotangents")
     plan = compression.plan(leaves, sizes, "all-to-all", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
-    backward = tuple(_backward(bucket, back, n) for bucket in plan.buckets)
+    backward = tuple(_backward(bucket, back) for bucket in plan.buckets)
     rule = Exchange(axis, cut, concat_axis, backward)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
     return treedef.unflatten(found.values())
@@ -166,7 +168,7 @@ class Exchange(NamedTuple):
         }
 
 
-def _backward(bucket: Bucket, told: Compression | None, n_workers: int) -> Method:
+def _backward(bucket: Bucket, told: Compression | None) -> Method:
     """The method for the cotangents of a bucket; leaves that are excluded travel in f32."""
     if told is None:
         return unless_plain(bucket.route.method.of_bucket(bucket), EIGHT_BITS)
@@ -178,9 +180,7 @@ def _backward(bucket: Bucket, told: Compression | None, n_workers: int) -> Metho
             "bucket of activations, and the methods of their cotangents are "
             f"{' and '.join(map(repr, found))}; choose one for all, or let their activations differ"
         )
-    method = next(iter(found)) or F32()
-    check_exchanges(method, n_workers, "cotangents")
-    return method.of_bucket(bucket)
+    return (next(iter(found)) or F32()).of_bucket(bucket)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -410,7 +410,7 @@ def natively(
             wire = leaf.dtype
         return Native(leaf, f"{route.method!r} travels by XLA's collective", wire)
 
-    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)))
+    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)), defaults=route.defaults)
     rule = NativeScatter(axis, cut, op) if kind == "reduce-scatter" else NativeGather(axis, cut, to)
     found, _, _ = run(plan, rule, dict(enumerate(jax.tree.leaves(tree))))
     return jax.tree.structure(tree).unflatten(found.values())

@@ -32,10 +32,9 @@ def fsdp(
     specs: Any = None,
     copies: Any = None,
 ) -> Any:
-    """Gathers sharded parameters where the loss uses them; the backward pass reduces gradients.
+    """Gathers shards in a worker's loss (in maps) or the global batch's; reduces their gradients.
 
-    Gathers and reductions are compressed. The loss is a worker's (in maps) or the global batch's
-    (outside of maps).
+    Gathers in the forward pass and reductions in the backward pass are compressed.
 
     Call it in the loss, where parameters are used. It returns replicated parameters unchanged, cast
     to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss returns reduced
