@@ -262,9 +262,9 @@ def test_spellings_of_a_rate(rate, expected):
 def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts():
     """A host of eight sends between four hosts what one of four workers does."""
     method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
-    told = {"compression": method, "verbose": False, "rate": "25gbit"}
-    whole = dq.explain(LARGE, 4, compression=dq.Compression(topology=dq.Butterfly()), **told)
-    hosts = dq.explain(LARGE, (4, 8), **told)
+    told = {"verbose": False, "rate": "25gbit"}
+    whole = dq.explain(LARGE, 4, compression=over(dq.Butterfly(), method), **told)
+    hosts = dq.explain(LARGE, (4, 8), compression=method, **told)
     pairs = zip(hosts.ways, whole.ways, strict=True)
     for ours, alone in pairs:
         assert ours.wire_ms == pytest.approx(alone.wire_ms, rel=0.02)
@@ -272,7 +272,7 @@ def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts()
     assert ms(hosts) == pytest.approx(ms(whole), rel=0.01)
     assert "which 8 workers share" in hosts.fastest
     with pytest.raises(ValueError, match=r"n_workers=\(4, 8\) .*cross hosts is not known"):
-        dq.explain(LARGE, (4, 8), compression=dq.Compression(topology=dq.Ring()), **told)
+        dq.explain(LARGE, (4, 8), compression=over(dq.Ring(), method), **told)
 
 
 def test_a_rate_means_slow_links_and_one_axis_has_no_outer_bytes():
@@ -316,3 +316,20 @@ def test_halves_over_two_axes_take_two_levels():
     )
     assert all(way.outer_bytes == way.sent_bytes for way in flat.ways)
     assert "outer axes" not in str(flat)
+
+
+def test_ways_have_the_parameters_of_a_policy():
+    """Differences have no plan; parameters by path are those of each leaf."""
+    tree = {name: LARGE for name in "ab"}
+    sent = lambda how: [
+        way.sent_bytes for way in dq.explain(tree, 8, compression=how, verbose=False).ways
+    ]
+    default = sent(None)
+    eight = sent(dq.Policy(parameters=dq.DynamiQ(bits=8)))
+    assert eight[0] == default[0] and eight[1] > default[1] and eight[2] == default[2]
+    bits = dq.DynamiQ(bits=2.5, dither=True)
+    assert sent(dq.Policy(parameters=bits))[1] == default[1]
+    by_path = sent(dq.Policy(parameters=lambda path, leaf: bits if path < "b" else None))
+    exact = sent(dq.Policy(parameters=dq.F32()))
+    half = [(a + b) / 2 for a, b in zip(sent(dq.Policy(parameters=bits)), exact, strict=True)]
+    assert by_path == pytest.approx(half, rel=1e-3)

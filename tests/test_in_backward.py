@@ -452,9 +452,9 @@ def test_what_cannot_be_is_refused(complaint, changes):
     options = {"specs": SPECS} | changes
     own = options.pop("own", SPECS)
     mesh = mesh_of("data", "model") if own is BOTH else mesh_of("data")
-    forward = partial(model, each=in_backward(**options))
     maps = {"in_specs": (stacked(own), P("data")), "out_specs": P()}
     with pytest.raises(ValueError, match=complaint):  # in the forward pass already
+        forward = partial(model, each=in_backward(**options))
         jax.eval_shape(jax.shard_map(forward, mesh=mesh, **maps), *problem())
 
 

@@ -233,7 +233,7 @@ def test_what_cannot_be_is_refused(change, complaint):
 
 
 def test_an_axis_that_is_not_mapped_is_refused():
-    with pytest.raises(NameError, match="data.*call sequential under"):
+    with pytest.raises(NameError, match="data.*call overlapped under"):
         dq.overlapped(*model(3), "data")
 
 

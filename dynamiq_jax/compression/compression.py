@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.explanation import Explanation, explain_plan
 from dynamiq_jax.compression.routes import Route, TwoLevels
-from dynamiq_jax.compression.ways import bytes_per_second
+from dynamiq_jax.compression.ways import Choose, bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.links import fast_links, slow_by_choice
@@ -314,25 +314,7 @@ class Compression(Options):
         Raises:
           ValueError: an argument is invalid.
         """
-        per_second = None if rate is None else bytes_per_second(rate)
-        sizes = axis_counts(n_workers)
-        elsewhere = assumed(sizes)
-        if rate is not None and elsewhere is None:
-            elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
-        leaves, _ = placed_leaves(tree, mesh, specs)
-        plan = self.plan(leaves, sizes, here=elsewhere is None)
-        routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
-        routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
-        explanation = explain_plan(plan, routes, elsewhere)
-        if per_second:
-            per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
-            if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
-                raise ValueError(
-                    f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
-                    "many of its bytes cross hosts is not known; leave the topology out, or pass "
-                    "dq.Hierarchical()"
-                )
-            explanation = explanation.at_rate(str(rate), per_second, per_host)
+        explanation = explained(self, tree, n_workers, mesh=mesh, specs=specs, rate=rate)
         if verbose:
             print(explanation)
         return explanation
@@ -409,6 +391,39 @@ class Compression(Options):
             "limits": "; ".join(repr(route.limits) for route in routes),
             "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
         } | agreement.described(options)
+
+
+def explained(
+    compression: Compression,
+    tree: Any,
+    n_workers: int | tuple[int, ...],
+    *,
+    mesh: Mesh | None,
+    specs: Any,
+    rate: str | None,
+    parameters: Choose | None = None,
+) -> Explanation:
+    """See `Compression.explain`; ``parameters`` chooses how parameters travel, else by default."""
+    per_second = None if rate is None else bytes_per_second(rate)
+    sizes = axis_counts(n_workers)
+    elsewhere = assumed(sizes)
+    if rate is not None and elsewhere is None:
+        elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
+    leaves, _ = placed_leaves(tree, mesh, specs)
+    plan = compression.plan(leaves, sizes, here=elsewhere is None)
+    routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
+    routes = list(routes) or [compression.route(sizes, here=elsewhere is None)]
+    explanation = explain_plan(plan, routes, elsewhere, parameters)
+    if per_second:
+        per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
+        if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
+            raise ValueError(
+                f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
+                "many of its bytes cross hosts is not known; leave the topology out, or pass "
+                "dq.Hierarchical()"
+            )
+        explanation = explanation.at_rate(str(rate), per_second, per_host)
+    return explanation
 
 
 def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:

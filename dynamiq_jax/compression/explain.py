@@ -5,8 +5,9 @@ from typing import Any, overload
 
 from jax.sharding import Mesh
 
+from dynamiq_jax.compression.compression import explained
 from dynamiq_jax.compression.explanation import Explanation
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression, as_topology
 from dynamiq_jax.compression.ways import bytes_per_second
 from dynamiq_jax.former import formerly
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
@@ -56,7 +57,8 @@ def explain(
       args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
         arguments with `functools.partial`. For a tree, ``n_workers``.
       n_workers: for a tree, the size of the axis, or of every axis, the outermost first.
-      compression: for a tree, as for `psum`. A step has its own.
+      compression: for a tree, as for `psum`; `Policy.parameters` is what FSDP gathers and sharded
+        updates send. A step has its own.
       verbose: whether to print the table.
       mesh: the mesh of ``specs``, as for `Compression.explain`.
       specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
@@ -90,5 +92,10 @@ def explain(
             f"explain takes a tree and n_workers, and got {len(sizes)} arguments after the tree; "
             "pass explain(params, 8), or a step and its arguments"
         )
-    options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
-    return as_compression(compression).explain(tree, sizes[0], **options)
+    options: dict[str, Any] = {"mesh": mesh, "specs": specs, "rate": rate}
+    if isinstance(compression, Policy) and compression.parameters is not None:
+        options["parameters"] = as_compression(compression, "parameters").methods_of
+    explanation = explained(as_compression(compression), tree, sizes[0], **options)
+    if verbose:
+        print(explanation)
+    return explanation

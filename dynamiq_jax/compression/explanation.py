@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dynamiq_jax.compression.routes import Route, TwoLevels
-from dynamiq_jax.compression.ways import PaddedLeaf, Way, lines, padded_leaves, ways
+from dynamiq_jax.compression.ways import Choose, PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.plan.plan import Plan, lines_of_defaults
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
@@ -147,6 +147,7 @@ def explain_plan(
     plan: Plan,
     routes: Sequence[Route],
     assumed: str | None = None,
+    parameters: Choose | None = None,
 ) -> Explanation:
     """Explains a plan by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
@@ -173,7 +174,7 @@ def explain_plan(
     if not any(isinstance(route.runner, TwoLevels) for route in routes):
         outer = total  # one level: all bytes are those of its axes
     kernels = [route.method.kernels for route in routes]
-    found = ways(plan, (total, outer), n) if pays else ()
+    found = ways(plan, (total, outer), n, parameters) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(

@@ -332,10 +332,10 @@ def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:
         )
 
 
-def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
+def _check_call(axis: Axis, unreduced: bool, **own: Any) -> None:
     """Refuses arguments of a reduction if there is none, and a call inside of a map."""
     given = [name for name, value in own.items() if value is not None]
-    if given and not reduces:
+    if given and unreduced:
         raise ValueError(
             f"unreduced=True and {given[0]}=, which is for the reduction; pass it to "
             f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
