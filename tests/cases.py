@@ -134,6 +134,11 @@ EVERY_METHOD = {
     "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
     "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
     "minmax, nearest": Row(low(comparators.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
+    "block-int": Row(low(comparators.BlockInt()), OVER, 128, 2e-4),
+    "block-int, smooth": Row(
+        low(comparators.BlockInt(bits=4, rounding="stochastic", smooth=True)), OVER, 128, 0.06
+    ),
+    "loco": Row(low(comparators.LoCo(comparators.BlockInt(bits=4))), OVER, 128, 0.06),
     "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
