@@ -7,7 +7,9 @@
 # make docs      the site, in site/; broken links and unlisted pages are errors
 # make release-check   make test-release; builds sdist and wheel, runs the README's script with it
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
-# make test-gpu  the GPU tests, in the Python that is active now (PYTHON=... for another)
+# make test-gpu  the core of the GPU tests, in the Python that is active now (PYTHON=... for another)
+# make test-gpu-release   the other GPU tests
+# make test-gpu-pages  blocks of Python of the pages, and examples, on the GPUs of this machine
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,7 +17,8 @@ PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
 CORE := golden format hashing reference plan schedules psum_trees metrics weight optax
 
-.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu clean
+.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu \
+	test-gpu-release test-gpu-pages clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed-train
@@ -52,7 +55,13 @@ test-versions:
 	.ci/test-versions $(NEWEST_PYTHON) 'jax'
 
 test-gpu:
-	$(PYTHON) -m pytest -q tests/gpu
+	$(PYTHON) -m pytest -q --durations 20 tests/gpu
+
+test-gpu-release:
+	$(PYTHON) -m pytest -q --release tests/gpu
+
+test-gpu-pages:
+	$(PYTHON) tests/gpu/gpu_pages.py
 
 clean:
 	rm -rf $(VENV)

@@ -33,7 +33,7 @@ from llm_model import CONFIGS, init_params  # pyright: ignore[reportMissingImpor
 
 def states(model: str) -> dict[str, Any]:
     """{name: parameters and the optimizer's state}."""
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), (AxisType.Auto,))
+    mesh = dq.make_mesh((-1,), ("data",), (AxisType.Auto,))
     make = functools.partial(init_params, CONFIGS[model])
     params = jax.jit(make, out_shardings=NamedSharding(mesh, P()))(jax.random.key(0))
     optimizers = {

@@ -131,7 +131,7 @@ def measure_micro_batches(
     hosts: int, me: int, seconds: float, steps: int, factor: float
 ) -> list[Row]:
     """Rows of the recipe "a budget of micro-batches"."""
-    mesh = jax.make_mesh((hosts,), ("data",))
+    mesh = dq.make_mesh((hosts,), ("data",))
     each = jax.NamedSharding(mesh, P("data"))
 
     @jax.jit
@@ -186,7 +186,7 @@ def measure_micro_batches(
 
 def measure_grid(hosts: int, me: int, seconds: float, steps: int, factor: float) -> list[Row]:
     """Rows of the recipe "averaging in a grid", beside averages among all."""
-    mesh = jax.make_mesh((hosts // 2, 2), ("row", "column"))
+    mesh = dq.make_mesh((hosts // 2, 2), ("row", "column"))
     peers = P(("row", "column"))
     each = jax.NamedSharding(mesh, peers)
 

@@ -338,11 +338,13 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
         return update(copies, inner, lax.pmean(loss, axes), grads)
 
     def outside(state: State, tokens: Array) -> tuple[State, Array]:
-        value_and_grad = dq.value_and_grad(model.loss, axis_name=axes, reduce=False, **told)
+        own = {"axis_name": axes, "mesh": mesh, "reduce": False, **told}
+        value_and_grad = dq.value_and_grad(model.loss, **own)
         return update(*state, *value_and_grad(state[0], tokens))
 
     state = P(), specs
-    step = outside if how == "explicit" else t.map(own, (state, P(mesh.axis_names)), (state, P()))
+    maps = (state, P(mesh.axis_names)), (state, P())
+    step = outside if how in ("auto", "explicit") else t.map(own, *maps)
     read = lambda state: (state[1].masters, dq.optax.gathered(*state, mesh=mesh))
     like = placed((jax.eval_shape(t.cast, model.shapes), inner), mesh, state)
     return Way(model, mesh, init, like, step, read, compiler_options())
@@ -463,7 +465,12 @@ KINDS = {
     "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.sequential"),
     "zero-dear": Kind(partial(sharded_updates, how="dear"), ZERO, "the same, in DeAR's order"),
     "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after reduce_in_backward"),
-    "zero-explicit": Kind(partial(sharded_updates, how="explicit"), ZERO, "after value_and_grad"),
+    "zero-auto": Kind(
+        partial(sharded_updates, how="auto"), ZERO, "after value_and_grad, Auto axes"
+    ),
+    "zero-explicit": Kind(
+        partial(sharded_updates, how="explicit"), ZERO, "the same, Explicit axes"
+    ),
     "xla-fsdp": Kind(partial(fsdp, how="xla"), (), "shards under jax.jit"),
     "bf16-fsdp": Kind(
         partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits"

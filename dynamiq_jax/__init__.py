@@ -11,8 +11,10 @@ loss, grads = dq.value_and_grad(loss_fn, axis_name="data")(params, batch)  # und
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
 from dynamiq_jax.compression.compression import Compression, explain
 from dynamiq_jax.core.constraints import with_sharding_constraint
+from dynamiq_jax.core.meshes import make_mesh
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
@@ -38,6 +40,7 @@ __all__ = [
     "all_to_all",
     "explain",
     "jit",
+    "make_mesh",
     "pmean",
     "psum",
     "psum_scatter",

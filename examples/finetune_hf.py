@@ -371,7 +371,7 @@ def train(
     n_devices = jax.device_count()
     rows = batch_size * n_devices
     steps = steps or -(-3 * len(trained.tokens) // rows)
-    mesh = jax.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = dq.make_mesh((n_devices,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
     cost = chosen.explain(params, n_devices, verbose=False)
     sent = f"{cost.bits_per_coord:.2f} bits, {cost.wire_bytes / 1e6:.2f} MB/step"
@@ -388,7 +388,7 @@ def train(
     opt_state = jax.jit(optimizer.init, out_shardings=everywhere)(params)
     value_and_grad = dq.value_and_grad(loss_fn, mesh=mesh, axis_name=AXIS, compression=chosen)
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, *batch: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = value_and_grad(params, *batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)

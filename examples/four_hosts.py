@@ -31,7 +31,7 @@ if "NUM_HOSTS" in os.environ:  # 1: every process finds the others
     jax.distributed.initialize(os.environ["COORDINATOR"], hosts, own_id)
 
 STEPS, BATCH, WIDTH = 80, 64, 512
-mesh = jax.make_mesh((jax.device_count(),), ("data",))  # 2: all GPUs of all hosts
+mesh = dq.make_mesh((-1,), ("data",))  # 2: all GPUs of all hosts
 jax.set_mesh(mesh)
 bits5 = dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0)  # 0: small buckets, too
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 import dynamiq_jax as dq
 
-mesh = jax.make_mesh((jax.device_count(),), ("data",))
+mesh = dq.make_mesh((-1,), ("data",))
 METHODS = {
     "bf16 psum": dq.BF16(),
     "5 bits": dq.Compression(dq.DynamiQ(bits=5), min_bucket_bytes=0),  # 0: however small

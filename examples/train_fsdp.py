@@ -68,7 +68,7 @@ def make_sharded(run: llm.Run, **options: Any) -> tuple[Any, Any]:
     specs = jax.tree.map(spec, jax.eval_shape(init, jax.random.key(0)))
     maps = {"mesh": mesh, "in_specs": (*specs, jax.P(llm.AXIS)), "out_specs": (*specs, jax.P())}
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     @partial(jax.shard_map, **maps)
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(loss_fn)(params, tokens)

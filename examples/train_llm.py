@@ -194,7 +194,7 @@ def data_axes(mesh: jax.sharding.Mesh) -> tuple[str, ...]:
 def make_step(method: Method, optimizer: optax.GradientTransformation) -> Callable:
     """Returns ``step(params, opt_state, tokens) -> (params, opt_state, loss)``."""
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = method.value_and_grad(params, tokens)
         updates, opt_state = optimizer.update(grads, opt_state, params)
@@ -470,7 +470,7 @@ def save_gradients(file: Path, step: int, worker_grads: Any) -> None:
 def start(model: str, recipe: Recipe, seed: int) -> tuple[Run, dict[str, str]]:
     """A run on all devices that measures no errors, and the environment, which is printed."""
     config, console = CONFIGS[model], Console()
-    mesh = jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = dq.make_mesh((-1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
@@ -631,7 +631,7 @@ def make_mesh(text: str) -> jax.sharding.Mesh:
             f"one of {', '.join(DATA_AXES)} among the axes"
         )
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    return dq.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
 def main(

@@ -108,7 +108,7 @@ def make_programs(run: llm.Run, make_layer: Any, exchange: Any, mean: Any) -> tu
     # Matrices of experts and their moments are the only arrays of three dimensions.
     specs = jax.tree.map(lambda x: each if x.ndim == 3 else jax.P(), jax.eval_shape(init, key))
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     @partial(mapped, in_specs=(*specs, each), out_specs=(*specs, jax.P()))
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, ...]:
         # Without the cast JAX sums the gradients of replicated parameters itself, in f32.

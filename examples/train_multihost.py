@@ -40,7 +40,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import json
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -137,13 +137,10 @@ def node_of(device: Any) -> int:
 
 def make_mesh() -> Mesh:
     """All devices, a row of axis "gpu" for every node."""
-    nodes = defaultdict(list)
-    for device in jax.devices():
-        nodes[node_of(device)].append(device)
-    sizes = {node: len(devices) for node, devices in nodes.items()}
-    if len(set(sizes.values())) > 1:
-        raise ValueError(f"devices per node: {sizes}; start processes for equally many on each")
-    return Mesh(np.array([*nodes.values()]), AXES, axis_types=(AxisType.Auto,) * 2)
+    sizes = Counter(map(node_of, jax.devices()))
+    if len({*sizes.values()}) > 1:
+        raise ValueError(f"devices per node: {dict(sizes)}; start as many processes on each")
+    return dq.make_mesh((len(sizes), -1), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 # --- Every process its own part of the data -------------------------------------------------------
@@ -366,9 +363,11 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    coordinator: Annotated[str | None, typer.Option(help="HOST:PORT of process 0")] = None,
-    num_processes: Annotated[int | None, typer.Option(min=1)] = None,
-    process_id: Annotated[int | None, typer.Option(min=0)] = None,
+    coordinator: Annotated[
+        str | None, typer.Option(envvar="COORDINATOR", help="HOST:PORT of process 0")
+    ] = None,
+    num_processes: Annotated[int | None, typer.Option(min=1, envvar="NUM_HOSTS")] = None,
+    process_id: Annotated[int | None, typer.Option(min=0, envvar="HOST_ID")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="slurm, ompi or mpi4py; default: what JAX detects")
     ] = None,

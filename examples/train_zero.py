@@ -38,7 +38,7 @@ def make_sharded_step(run: Run, optimizer: optax.GradientTransformation, opt_sta
 
     options = {"in_specs": (P(), specs, P(AXIS)), "out_specs": (P(), specs, P())}
 
-    @partial(dq.jit, donate_argnums=(0, 1))
+    @dq.jit(donate_argnums=(0, 1))
     @partial(jax.shard_map, mesh=run.mesh, **options)
     def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         own = jax.lax.pcast(params, AXIS, to="varying")

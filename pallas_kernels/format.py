@@ -34,6 +34,14 @@ uses its top `DITHER_BITS`. It subtracts from the level what they tell about the
 the amplitude is `WireFormat.dither_amplitude`. Since u - 1/2 is zero on average, the result is as
 unbiased as the rounding itself. For equidistant levels the error is uniform within half a step for
 every value, and has half the variance.
+
+With dither a group that holds an exact zero is *marked*. Its levels are even multiples of half a
+step (`WireFormat.level_table`). So 0 is one of them, and ``~0`` is left: it means the exact zero,
+which decodes to 0 without dither. No bits are added. The sign of a bf16 scale, which is never
+negative, marks the group; with "uint8" scales it marks the super-group, and then the low bit of k
+marks the group, whose scale has the low bit 1. A marked group of width 1 sends 1, with probability
+``|v| / scale``, where the top bit of u is the sign of the value v. It decodes to twice the scale
+with this sign, and 0 decodes to 0.
 """
 
 import functools
@@ -185,11 +193,12 @@ class WireFormat:
         octaves = {"companded": 4, "piecewise": 2 if self.dither else 1}.get(self.levels, 1)
         return max(width - 1 - (octaves - 1).bit_length(), 0)
 
-    def level_table(self, width: int) -> np.ndarray:
+    def level_table(self, width: int, marked: bool = False) -> np.ndarray:
         """Integer levels of ``width`` in 1..15: ``int64[2^(width-1)]``, ascending.
 
-        They start at 0 and count steps. With dither they start at 1 and count half-steps. (Width 1
-        has the single magnitude 1.) The last entry decodes to the group's scale times `level_top`.
+        They start at 0 and count steps. With dither they start at 1 and count half-steps; the
+        levels of ``marked`` groups start at 0. (Width 1 has the single magnitude 1.) The last entry
+        decodes to the group's scale times `level_top`.
         """
         if width == 1:
             return np.array([1])
@@ -201,13 +210,14 @@ class WireFormat:
             return np.round(law * GEOMETRIC_TOP).astype(np.int64)
         # value(position) - value(start), see `level_start`; value(start) is octave + start.
         octave, start = 1 << self.octave_bits(width), self.level_start(width)
-        position = start + index + self.dither
+        first = int(self.dither and not marked)
+        position = start + index + first
         value = ((octave + position % octave) << (position // octave)) - (octave + start)
-        return 2 * value - 1 if self.dither else value
+        return 2 * value - first if self.dither else value
 
-    def level_top(self, width: int) -> int:
+    def level_top(self, width: int, marked: bool = False) -> int:
         """The largest level of ``width`` in 1..15."""
-        return int(self.level_table(width)[-1])
+        return int(self.level_table(width, marked)[-1])
 
     def dither_amplitude(self, width: int) -> float:
         """Half-steps of the first octave over which the dither of ``width`` spreads; 0: no dither.
@@ -237,7 +247,9 @@ class WireFormat:
 
 
 NAN_SCALE = 0xFFFF
-"""The field of a bf16 scale that means NaN; all other fields have no sign."""
+"""The field of a bf16 scale that means NaN. The sign of other fields marks groups with zeros."""
+SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+"""The smallest f32 that is not flushed to zero: smaller values count as exact zeros."""
 
 
 class Input(NamedTuple):
@@ -298,11 +310,12 @@ class Result(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def distortion(fmt: WireFormat, width: int) -> float:
+def distortion(fmt: WireFormat, width: int, marked: bool = False) -> float:
     """Mean squared error of one encoding of N(0, 1) coordinates at ``width`` (unitless).
 
     It is computed, not tabulated: the expected stochastic-rounding error of the format's levels on
-    4096 Gaussian groups from a fixed seed. Width 0 gives 1, the energy that is not sent.
+    4096 Gaussian groups from a fixed seed. Width 0 gives 1, the energy that is not sent. With
+    ``marked``, the error of the other coordinates of groups that hold exact zeros.
     """
     if width == 0:
         return 1.0
@@ -312,7 +325,7 @@ def distortion(fmt: WireFormat, width: int) -> float:
         return float(np.mean(step**2) / 6)
     top = x.max(axis=1, keepdims=True)
     if fmt.dither:
-        return _dithered_distortion(fmt, width, x / top, top)
+        return _dithered_distortion(fmt, width, marked, x / top, top)
     if width == 1:
         return float(np.mean(top**2 - x**2))
     levels = fmt.level_table(width) / fmt.level_top(width)
@@ -321,7 +334,9 @@ def distortion(fmt: WireFormat, width: int) -> float:
     return float(np.mean((t - levels[upper - 1]) * (levels[upper] - t) * top**2))
 
 
-def _dithered_distortion(fmt: WireFormat, width: int, t: np.ndarray, top: np.ndarray) -> float:
+def _dithered_distortion(
+    fmt: WireFormat, width: int, marked: bool, t: np.ndarray, top: np.ndarray
+) -> float:
     """`distortion` with dither, for magnitudes ``t`` relative to their groups' maxima ``top``.
 
     A value at a fraction p between two levels, ``step`` apart, has the error ``step (b - p) +
@@ -329,11 +344,13 @@ def _dithered_distortion(fmt: WireFormat, width: int, t: np.ndarray, top: np.nda
     p) + amplitude^2 / 12 - step amplitude p (1 - p)``, apart from the bits of u that the decoder
     does not know.
     """
-    positive = fmt.level_table(width) / fmt.level_top(width)
+    if marked and width == 1:
+        return float(np.mean((2 * t - t**2) * top**2))
+    positive = fmt.level_table(width, marked) / fmt.level_top(width, marked)
     levels = np.concatenate([-positive[::-1], positive])
     upper = np.clip(np.searchsorted(levels, t, side="right"), 1, len(levels) - 1)
     step = levels[upper] - levels[upper - 1]
     p = (t - levels[upper - 1]) / step
-    amplitude = fmt.dither_amplitude(width) / fmt.level_top(width)
+    amplitude = fmt.dither_amplitude(width) / fmt.level_top(width, marked)
     spread = amplitude**2 / 12 * (1 + 4.0**-DITHER_BITS)
     return float(np.mean((step * (step - amplitude) * p * (1 - p) + spread) * top**2))

@@ -307,14 +307,16 @@ def _over_row(operation: Callable, of_groups, groups: int):
     return fold(of_groups)
 
 
-def _asm(code: str, x, layout):
-    """PTX that computes an f32, ``$0``, from an f32, ``$1``."""
+def _asm(code: str, *given, layout):
+    """PTX that computes an f32, ``$0``, from f32 arrays of equal shapes: ``$1``, ``$2``, ..."""
+    constraints = "=f" + ",f" * len(given)
 
-    @_inline((layout,), layout, x.shape, jnp.float32)
-    def run(values):
-        return [_ptx("{" + code + "}", "=f,f", ir.F32Type.get(), v) for v in values]
+    @_inline((layout,) * len(given), layout, given[0].shape, jnp.float32)
+    def run(*values):
+        each = zip(*values, strict=True)
+        return [_ptx("{" + code + "}", constraints, ir.F32Type.get(), *v) for v in each]
 
-    return run(x)
+    return run(*given)
 
 
 def _scalar(x):
@@ -510,13 +512,13 @@ class _Tile:
             neg.f32 error, error;
             fma.rn.f32 $0, guess, error, guess;""",
             x,
-            _PER_THREAD,
+            layout=_PER_THREAD,
         )
 
     def magnitude_plus(self, x, c):
         # PTX keeps the |x| of a product from becoming part of a multiply-add.
-        code = f".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, 0f{int(c.view(np.uint32)):08X};"
-        return _asm(code, x, _coordinates_layout(self.quads))
+        code = ".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, $2;"
+        return _asm(code, x, jnp.broadcast_to(c, x.shape), layout=_coordinates_layout(self.quads))
 
     def ceil(self, x):
         whole = x.astype(jnp.int32)
@@ -546,6 +548,10 @@ class _Tile:
 
     def to_coordinates(self, of_groups):
         return _spread(of_groups, self.quads)
+
+    def if_any(self, of_groups, run, otherwise):
+        found = _over_row(arith.maxnumf, of_groups.astype(jnp.int32).astype(jnp.float32), WARP)
+        return lax.cond(_scalar(found.astype(jnp.int32)) > 0, run, otherwise)
 
 
 def parts_of(fmt: WireFormat, tiles: int) -> int:

@@ -6,6 +6,7 @@ operands and the payload's layout, and `pallas_kernels.hashing` for ``noise`` ro
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from pallas_kernels.format import (
     NAN_SCALE,
     QUAD,
     SCALE_SLACK,
+    SMALLEST_NORMAL,
     TILE_ROWS,
     Input,
     Result,
@@ -39,8 +41,6 @@ from pallas_kernels.format import (
     unpack_tiles,
 )
 from pallas_kernels.hashing import Noise, noise_words
-
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 def _bits(x: jax.Array) -> jax.Array:
@@ -58,7 +58,7 @@ _INTEGERS = {
 _FLOATS = {
     "cap": lambda fmt, w: fmt.super_scale_cap(w),
     "to_scale": lambda fmt, w: SCALE_SLACK / fmt.level_top(w),
-    "to_fraction": lambda fmt, w: 256 * SCALE_SLACK / fmt.level_top(w),
+    "to_scale, marked": lambda fmt, w: SCALE_SLACK / fmt.level_top(w, marked=True),
     "octave_start": lambda fmt, w: (
         ((1 << fmt.octave_bits(w)) + fmt.level_start(w)) * (2 if fmt.dither else 1)
     ),  # in half-steps
@@ -279,7 +279,7 @@ def _expand_groups(per_group, fmt: WireFormat) -> Array:
 def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
     """The decoded coordinates of every tile: f32[T, R, S]; with dither under ``noise`` words."""
     records = _Records(tiles, fmt)
-    scale = _decode_scales(payload, records, fmt)
+    scale, marked = _decode_scales(payload, records, fmt)
     code = jnp.zeros((tiles.shape[0], TILE_ROWS, fmt.super_group_size), jnp.uint32)
     for plane in fmt.planes:
         start, shift, used = records.plane(plane)
@@ -287,18 +287,10 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
         words = _gather_words(payload, start, used, shape)
         code = code | _unpack(words, plane) << shift
     w = _per_tile(records.width).astype(jnp.uint32)
-    # A code is the sign, in bit w - 1, and below it the level's index (its complement with dither).
-    top_bit = jnp.where(w > 0, w - 1, 0)
-    sign = (code >> top_bit) & 1
-    lower = (jnp.uint32(1) << top_bit) - 1
-    index = (code ^ (0 - sign) if fmt.dither else code) & lower
-    magnitude = _decode_levels(index, records, fmt)
-    if 1 in fmt.widths and not fmt.dither:
-        one = w == 1
-        magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
-    level = _float(_bits(magnitude) | sign << 31)
     if fmt.dither:
-        level = level + _dither(noise, records)
+        level = _decode_dithered(code, _expand_groups(marked, fmt), noise, records, fmt)
+    else:
+        level = _decode_plain(code, records, fmt)
     value = level * _expand_groups(scale, fmt)
     if 16 in fmt.widths:
         magnitude = code & 0x7FFF
@@ -308,14 +300,49 @@ def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
     return jnp.where(w > 0, value, 0.0)
 
 
+def _sign_and_lower(records: _Records) -> tuple[Array, Array]:
+    """The place of a code's sign bit, and a mask of the bits below it: uint32[T, 1, 1]."""
+    w = _per_tile(records.width).astype(jnp.uint32)
+    top_bit = jnp.where(w > 0, w - 1, 0)
+    return top_bit, (jnp.uint32(1) << top_bit) - 1
+
+
+def _decode_plain(code, records: _Records, fmt: WireFormat) -> Array:
+    """Levels of codes without dither: the sign, and below it the level's index."""
+    top_bit, lower = _sign_and_lower(records)
+    sign = (code >> top_bit) & 1
+    magnitude = _decode_levels(code & lower, 0, records, fmt)
+    if 1 in fmt.widths:
+        one = _per_tile(records.width) == 1
+        magnitude, sign = jnp.where(one, 1.0, magnitude), jnp.where(one, 1 - sign, sign)
+    return _float(_bits(magnitude) | sign << 31)
+
+
+def _decode_dithered(code, marked, noise, records: _Records, fmt: WireFormat) -> Array:
+    """Levels less their dither, in half-steps: the level's index, or its complement below zero.
+
+    In a group that is ``marked``, all ones are the exact zero.
+    """
+    top_bit, lower = _sign_and_lower(records)
+    sign = (code >> top_bit) & 1
+    magnitude = _decode_levels((code ^ (0 - sign)) & lower, 1 - marked, records, fmt)
+    level = _float(_bits(magnitude) | sign << 31) + _dither(noise, records)
+    is_marked, ones = marked == 1, lower << 1 | 1
+    if 1 in fmt.widths:
+        one = is_marked & (_per_tile(records.width) == 1)
+        sent = jnp.where(code == 1, _float(_bits(jnp.float32(2.0)) | noise >> 31 << 31), 0.0)
+        return jnp.where(one, sent, jnp.where(is_marked & (code == ones), 0.0, level))
+    return jnp.where(is_marked & (code == ones), 0.0, level)
+
+
 def _dither(noise, records: _Records) -> Array:
     """The dither of levels, in half-steps: ``amplitude * (1/2 - u)`` for the known bits of u."""
     known = (noise >> (32 - DITHER_BITS)).astype(jnp.float32) * 2 + 1  # of 2^(DITHER_BITS + 1)
     return (2**DITHER_BITS - known) * records.float("dither")
 
 
-def _decode_levels(index, records: _Records, fmt: WireFormat) -> Array:
-    """Integer levels, as f32, of level indices [T, R, S]."""
+def _decode_levels(index, first, records: _Records, fmt: WireFormat) -> Array:
+    """Integer levels, as f32, of level indices [T, R, S]; ``first`` half-steps are below them."""
     if fmt.levels == "geometric":
         tables = [
             fmt.level_table(w) if w in fmt.widths and 1 < w < 16 else np.zeros(1)
@@ -325,21 +352,31 @@ def _decode_levels(index, records: _Records, fmt: WireFormat) -> Array:
         flat = jnp.asarray(np.concatenate(tables), jnp.float32)
         at = _per_tile(jnp.asarray(starts, jnp.uint32)[records.width]) + index
         return flat[jnp.minimum(at, flat.shape[0] - 1)]
-    low, first = records.float("octave_start"), int(fmt.dither)
+    low = records.float("octave_start")
     position = (index + first) << (23 - records.integer("octave_bits"))
-    return _float(_bits(low) + position) - low - first
+    return _float(_bits(low) + position) - low - _as_float(first)
 
 
-def _decode_scales(payload, records: _Records, fmt: WireFormat) -> Array:
-    """The group scales f32[T, R, groups] that a payload's records hold."""
+def _as_float(first) -> Any:
+    return first.astype(jnp.float32) if isinstance(first, jax.Array) else first
+
+
+def _decode_scales(payload, records: _Records, fmt: WireFormat) -> tuple[Array, Array]:
+    """The group scales f32[T, R, groups] of a payload's records, and the marks of these groups.
+
+    A mark is 1 or 0, uint32; without dither it has no meaning.
+    """
     offset, scaled, cap = records.offset, records.scaled, records.float("cap")
     if fmt.group_scale == "bf16":
         words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
-        return _finite_scale(_unpack(words, 16), cap, fmt)
+        fields = _unpack(words, 16)
+        return _finite_scale(fields, cap, fmt), fields >> 15
     words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
-    super_scale = _finite_scale(_unpack(words, 16)[..., None], cap, fmt)
+    fields = _unpack(words, 16)[..., None]
     words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
-    return _group_scale(super_scale, _unpack(words, 8), records)
+    fraction, some = _unpack(words, 8), fields >> 15 if fmt.dither else jnp.uint32(0)
+    super_scale = _finite_scale(fields, cap, fmt)
+    return _group_scale(super_scale, fraction | some, records), fraction & some
 
 
 def _finite_scale(fields, cap, fmt: WireFormat) -> Array:
@@ -348,9 +385,12 @@ def _finite_scale(fields, cap, fmt: WireFormat) -> Array:
     return jnp.where(fields == NAN_SCALE, jnp.nan, scale) if fmt.carries_nan else scale
 
 
-def _scale_field(scale, top, fmt: WireFormat) -> Array:
-    """The bf16 fields of scales; ``top`` has the largest values that they scale."""
-    field = _bits(scale) >> 16
+def _scale_field(scale, top, marked, fmt: WireFormat) -> Array:
+    """The bf16 fields of scales; ``top`` has the largest values that they scale.
+
+    The sign is ``marked``, 1 or 0.
+    """
+    field = _bits(scale) >> 16 | marked << 15
     return jnp.where(jnp.isfinite(top), field, jnp.uint32(NAN_SCALE)) if fmt.carries_nan else field
 
 
@@ -369,45 +409,53 @@ def _bf16_up(x, cap) -> Array:
 
 def _reciprocal(x) -> Array:
     """1/x; 0 where x is too small for a finite 1/x."""
-    safe = x >= _SMALLEST_NORMAL
+    safe = x >= SMALLEST_NORMAL
     return jnp.where(safe, 1.0 / jnp.where(safe, x, 1.0), 0.0)
 
 
 def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
-    """Chooses and writes the scales of ``values``; returns (payload, reciprocals per group)."""
+    """Chooses and writes the scales of ``values``.
+
+    Returns (payload, reciprocals per group, marks per group); see `_decode_scales`.
+    """
     offset, scaled, cap = records.offset, records.scaled, records.float("cap")
     magnitude = jnp.abs(values)
     if fmt.carries_nan:  # a maximum may leave NaN out
         magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
-    top = jnp.max(magnitude.reshape(*values.shape[:2], fmt.groups, -1), axis=-1)
+    groups = magnitude.reshape(*values.shape[:2], fmt.groups, -1)
+    top = jnp.max(groups, axis=-1)
+    marked = jnp.any(groups < SMALLEST_NORMAL, axis=-1).astype(jnp.uint32) * int(fmt.dither)
+    to_scale = jnp.where(marked == 1, records.float("to_scale, marked"), records.float("to_scale"))
     if fmt.group_scale == "bf16":
-        scale = _bf16_up(top * records.float("to_scale"), cap)
-        words = _pack(_scale_field(scale, top, fmt), 16)
-        return _scatter_words(payload, words, offset, scaled), _reciprocal(scale)
-    row_top = jnp.max(top, axis=-1, keepdims=True)
-    super_scale = _bf16_up(row_top * records.float("to_scale"), cap)
-    words = _pack(_scale_field(super_scale, row_top, fmt)[..., 0], 16)
+        scale = _bf16_up(top * to_scale, cap)
+        words = _pack(_scale_field(scale, top, marked, fmt), 16)
+        payload = _scatter_words(payload, words, offset, scaled)
+        return payload, _reciprocal(scale), marked
+    row_top = jnp.max(top * to_scale, axis=-1, keepdims=True)
+    super_scale, some = _bf16_up(row_top, cap), jnp.max(marked, axis=-1, keepdims=True)
+    words = _pack(_scale_field(super_scale, row_top, some, fmt)[..., 0], 16)
     payload = _scatter_words(payload, words, offset, scaled)
-    fraction = top * _reciprocal(super_scale) * records.float("to_fraction")
+    fraction = top * _reciprocal(super_scale) * (256 * to_scale)
     fraction = jnp.clip(jnp.ceil(fraction), 1, 256).astype(jnp.uint32) - 1
-    words = _pack(fraction, 8)
+    fraction = fraction | some  # the low bit of the scale is 1; that of the field marks the group
+    words = _pack(fraction ^ (some ^ marked), 8)
     payload = _scatter_words(payload, words, offset + TILE_ROWS // 2, scaled)
-    return payload, _reciprocal(_group_scale(super_scale, fraction, records))
+    return payload, _reciprocal(_group_scale(super_scale, fraction, records)), marked
 
 
-def _round_to_levels(z, noise, records: _Records, fmt: WireFormat) -> Array:
+def _round_to_levels(z, noise, first, records: _Records, fmt: WireFormat) -> Array:
     """Level indices of ``z >= 0``, in units of levels, rounded at random so that E[z] is kept.
 
-    With dither, indices start at -1, the first negative level.
+    Levels start ``first`` half-steps above zero. If that is 1, indices start at -1, which is the
+    first negative level.
     """
     w = _per_tile(jnp.clip(records.width, 1, 15)).astype(jnp.uint32)
     last = (jnp.uint32(1) << (w - 1)) - 1
     if fmt.levels == "geometric":
         return jnp.minimum(_round_to_table(z, noise, records.width, fmt), last)
     # The bits of an f32 are linear between levels, whose step doubles where its exponent rises.
-    low, first = records.float("octave_start"), int(fmt.dither)
-    p = records.integer("octave_bits")
-    steps = _bits(z + (low + first)) - _bits(low) + (noise >> (9 + p))
+    low, p = records.float("octave_start"), records.integer("octave_bits")
+    steps = _bits(z + (low + _as_float(first))) - _bits(low) + (noise >> (9 + p))
     return jnp.minimum(steps >> (23 - p), last + first) - first
 
 
@@ -432,16 +480,25 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
     """Payload of f32[T, R, S] values under noise words of the same shape."""
     records = _Records(tiles, fmt)
     payload = jnp.zeros((payload_words,), jnp.uint32)
-    payload, inverse = _encode_scales(payload, values, records, fmt)
+    payload, inverse, marked = _encode_scales(payload, values, records, fmt)
     z = values * _expand_groups(inverse, fmt)
+    marked = _expand_groups(marked, fmt)
     sign = _bits(z) >> 31
     mirrored = noise ^ (jnp.uint32(0) - sign)
     w = _per_tile(records.width).astype(jnp.uint32)
-    index = _round_to_levels(jnp.abs(z), mirrored, records, fmt)
+    first = 1 - marked if fmt.dither else 0
+    index = _round_to_levels(jnp.abs(z), mirrored, first, records, fmt)
     code = index | sign << jnp.where(w > 0, w - 1, 0)
     if fmt.dither:
-        code = (index ^ (0 - sign)) & ((jnp.uint32(1) << jnp.minimum(w, 15)) - 1)
-    if 1 in fmt.widths and not fmt.dither:
+        ones = (jnp.uint32(1) << jnp.minimum(w, 15)) - 1
+        code = (index ^ (0 - sign)) & ones
+        code = jnp.where((marked == 1) & (index == 0), 0, code)
+        code = jnp.where(jnp.abs(values) < SMALLEST_NORMAL, ones, code)
+    if 1 in fmt.widths and fmt.dither:
+        up = _bits(jnp.abs(z) + 1.0) + (noise << 1 >> 9) >= _bits(jnp.float32(2.0))
+        sent = (up & (sign == noise >> 31)).astype(jnp.uint32)
+        code = jnp.where((marked == 1) & (w == 1), sent, code)
+    elif 1 in fmt.widths:
         # -1 and +1 lie at both ends of [2, 4), where f32 bits are linear.
         up = _bits(jnp.clip(z, -1.0, 1.0) + 3.0) - _bits(jnp.float32(2.0)) + (noise >> 9)
         code = jnp.where(w == 1, jnp.minimum(up >> 23, 1), code)

@@ -23,13 +23,12 @@ from pallas_kernels.format import (
     DITHER_BITS,
     NAN_SCALE,
     SCALE_SLACK,
+    SMALLEST_NORMAL,
     WireFormat,
     plane_shift,
     planes_of,
 )
 from pallas_kernels.hashing import Noise, noise_words
-
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
 class Tile(Protocol):
@@ -79,8 +78,8 @@ class Tile(Protocol):
         """1/x, correctly rounded, for normal positive f32 x below 2^126."""
         ...
 
-    def magnitude_plus(self, x, c: np.float32) -> jax.Array:
-        """|x| + c for coordinates, rounded once."""
+    def magnitude_plus(self, x, c) -> jax.Array:
+        """|x| + c for coordinates, rounded once; c is f32, for all or for coordinates."""
         ...
 
     def ceil(self, x) -> jax.Array:
@@ -113,6 +112,12 @@ class Tile(Protocol):
 
     def to_coordinates(self, of_groups) -> jax.Array:
         """Broadcasts groups' values to coordinates."""
+        ...
+
+    def if_any(
+        self, of_groups, run: Callable[[], jax.Array], otherwise: Callable[[], jax.Array]
+    ) -> jax.Array:
+        """``run()`` if some of the groups' uint32 are not 0, else ``otherwise()``, its equal."""
         ...
 
 
@@ -154,6 +159,11 @@ def floats_of(bits) -> jax.Array:
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def _bits_of(x) -> int:
+    """The bits of the f32 number ``x``."""
+    return int(np.float32(x).view(np.uint32))
+
+
 def as_word(value: int):
     """``value`` modulo 2^32 as uint32."""
     return np.uint32(value & 0xFFFFFFFF)
@@ -192,9 +202,9 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
         if not fmt.carries_nan:
             magnitude = jnp.minimum(magnitude, as_word(0x7F7F))
         return floats_of((magnitude << 16) | (code >> 15 << 31))
-    scale = _decode_scales(payload, offset, width, tile)
+    scale, marked = _decode_scales(payload, offset, width, tile)
     if fmt.dither:
-        return _decode_dithered(code, noise, width, tile) * scale
+        return _decode_dithered(code, marked, noise, width, tile) * scale
     if width == 1:
         return floats_of(bits_of(scale) | ((code ^ 1) << 31))
     # The code's top bit becomes the f32's sign; the bits below are the level's index.
@@ -203,22 +213,44 @@ def decode(payload: Payload, offset, width: int, noise: Callable[[], jax.Array],
     return floats_of(bits_of(_decode_levels(level, width, tile)) | sign) * scale
 
 
-def _decode_dithered(code, noise: Callable[[], jax.Array], width: int, tile: Tile):
+def _decode_dithered(code, marked, noise: Callable[[], jax.Array], width: int, tile: Tile):
     """Levels minus their dither, f32 in half-steps; every operation is exact."""
+    words: Any = noise() if tile.fmt.dither_amplitude(width) else None
+
+    def with_zeros():
+        if width == 1:
+            # The noise's top bit is the sign of 2.0.
+            sent = floats_of((words & as_word(1 << 31)) | as_word(_bits_of(2.0)))
+            sent = jnp.where(code == as_word(1), sent, np.float32(0))
+            level, marks = _dithered_level(code, None, words, width, tile), marked
+            return jnp.where(tile.to_coordinates(marks) == as_word(1), sent, level)
+        level = _dithered_level(code, marked, words, width, tile)
+        return jnp.where(code == _zero_code(marked, width, tile), np.float32(0), level)
+
+    # Zeros are rare, and one instruction for each coordinate takes 3% of a kernel's time.
+    return tile.if_any(marked, with_zeros, lambda: _dithered_level(code, None, words, width, tile))
+
+
+def _dithered_level(code, marked, words, width: int, tile: Tile):
+    """Levels minus the dither of noise ``words``; ``marked`` is `None` if no group is marked."""
     negative = _sign_mask(code << as_word(32 - width))
     # A level's index at bit 23 - bits of an f32 counts steps, which double from octave to octave.
     index = (code ^ negative) & as_word((1 << (width - 1)) - 1)
-    low, bits = _octaves(width, tile.fmt)
-    position = (index << as_word(23 - bits)) + as_word(_first_level(width, tile.fmt))
-    level = floats_of(position) - (low + np.float32(1))
+    first, low = _first_level(marked, width, tile)
+    level = floats_of((index << as_word(23 - tile.fmt.octave_bits(width))) + first) - low
     level = floats_of(bits_of(level) ^ (negative & as_word(1 << 31)))
     amplitude = np.float32(tile.fmt.dither_amplitude(width))
     if not amplitude:
         return level
     # 1 + k / 2^DITHER_BITS for the known bits k; u is the middle of the interval that k leaves.
-    known = (noise() >> as_word(9)) & as_word((0xFFFFFFFF << (23 - DITHER_BITS)) & 0x7FFFFF)
-    known = floats_of(known | as_word(int(np.float32(1.0).view(np.uint32))))
+    known = (words >> as_word(9)) & as_word((0xFFFFFFFF << (23 - DITHER_BITS)) & 0x7FFFFF)
+    known = floats_of(known | as_word(_bits_of(1.0)))
     return (level + amplitude * np.float32(1.5 - 0.5 ** (DITHER_BITS + 1))) - amplitude * known
+
+
+def _zero_code(marked, width: int, tile: Tile):
+    """The code of the exact zero: all ones in a marked group, and no code in another."""
+    return tile.to_coordinates(as_word(1 << width) - marked)
 
 
 def _sign_mask(bits):
@@ -233,28 +265,41 @@ def _octaves(width: int, fmt: WireFormat) -> tuple[np.float32, int]:
     return np.float32(2 * low if fmt.dither else low), bits
 
 
-def _first_level(width: int, fmt: WireFormat) -> int:
-    """The bits of the f32 that stands for the first positive level of a format with dither."""
-    low, bits = _octaves(width, fmt)
-    return int(low.view(np.uint32)) + (1 << (23 - bits))
+def _first_level(marked, width: int, tile: Tile):
+    """Where levels with dither start, for coordinates: the bits of an f32, and the f32 itself.
+
+    The first level is 0 in a marked group, and half a step in another.
+    """
+    low, bits = _octaves(width, tile.fmt)
+    first = _bits_of(low) + (1 << (23 - bits))
+    if marked is None:
+        return as_word(first), low + np.float32(1)
+    start = jnp.where(marked == as_word(1), low, low + np.float32(1))
+    return tile.to_coordinates(as_word(first) - (marked << as_word(23 - bits))), (
+        tile.to_coordinates(start)
+    )
 
 
 def _decode_scales(payload: Payload, offset, width: int, tile: Tile):
-    """Group scales f32[1, R, groups, 1] of a record."""
+    """Group scales f32[1, R, groups, 1] of a record, and which groups are marked, uint32."""
     fmt = tile.fmt
     if fmt.group_scale == "bf16":
         fields = payload.load_group_scales(offset, 16)
-        return tile.to_coordinates(_finite_scale(fields, width, fmt))
-    super_scale = tile.to_groups(_finite_scale(payload.load_row_scales(offset), width, fmt))
+        return tile.to_coordinates(_finite_scale(fields, width, fmt)), fields >> 15
+    fields = payload.load_row_scales(offset)
+    super_scale = tile.to_groups(_finite_scale(fields, width, fmt))
     start = offset + fmt.super_scale_words(width)
-    fraction = payload.load_group_scales(start, 8)
+    fraction, marked = payload.load_group_scales(start, 8), None
+    if fmt.dither:
+        some = tile.to_groups(fields >> 15)
+        fraction, marked = fraction | some, fraction & some
     scale = _group_scale(super_scale, fraction.astype(jnp.int32) + 1, width, fmt)
-    return tile.to_coordinates(scale)
+    return tile.to_coordinates(scale), marked
 
 
 def _finite_scale(fields, width: int, fmt: WireFormat):
     """A bf16 scale as f32: finite, and from 0 to the cap, except for `NAN_SCALE`."""
-    cap = int(np.float32(fmt.super_scale_cap(width)).view(np.uint32))
+    cap = _bits_of(fmt.super_scale_cap(width))
     scale = floats_of(jnp.minimum((fields & as_word(0x7FFF)) << 16, as_word(cap)))
     return jnp.where(fields == as_word(NAN_SCALE), jnp.nan, scale) if fmt.carries_nan else scale
 
@@ -304,9 +349,11 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
             raw = jnp.where(_is_finite(values), raw, as_word(0x7FFF))
         code = raw | (own >> 31 << 15)
     else:
-        inverse = _encode_scales(values, payload, offset, width, tile)
-        z = values * inverse
-        code = _round(z, noise, width, tile)
+        inverse, marked = _encode_scales(values, payload, offset, width, tile)
+        if fmt.dither:
+            code = _round_dithered(values, inverse, marked, noise, width, tile)
+        else:
+            code = _round(values * inverse, noise, width, tile)
     for plane in planes_of(width):
         fields = code >> as_word(plane_shift(width, plane))
         if plane < width:
@@ -315,29 +362,57 @@ def encode(values, noise, payload: Payload, offset, width: int, tile: Tile) -> N
 
 
 def _encode_scales(values, payload: Payload, offset, width: int, tile: Tile):
-    """Chooses and stores the scales; returns the reciprocals [1, R, groups, 1] to encode with."""
-    fmt = tile.fmt
-    cap, to_scale = fmt.super_scale_cap(width), SCALE_SLACK / fmt.level_top(width)
-    top = tile.group_max(_magnitude(values, fmt))
+    """Chooses and stores the scales; returns the reciprocals to encode with, for coordinates.
+
+    The second result is 1 for marked groups and 0 for others, uint32, and `None` without dither.
+    """
+    fmt, magnitude = tile.fmt, _magnitude(values, tile.fmt)
+    top = tile.group_max(magnitude)
+    marked: Any = None
+    some: Any = None
+    if fmt.dither:
+        least = tile.group_max(-magnitude)
+        marked, some = _mark(least), _mark(tile.row_max(least))
+    cap, wanted = fmt.super_scale_cap(width), top * _by_mark(marked, width, fmt, SCALE_SLACK)
     if fmt.group_scale == "bf16":
-        scale = _bf16_up(top * to_scale, cap)
-        payload.store_group_scales(offset, _scale_field(scale, top, fmt), 16)
-        return tile.to_coordinates(_reciprocal(scale, tile))
-    row_top = tile.row_max(top)
-    super_scale = _bf16_up(row_top * to_scale, cap)
-    payload.store_row_scales(offset, _scale_field(super_scale, row_top, fmt))
-    inverse = tile.to_groups(_reciprocal(super_scale, tile))
-    fraction = top * inverse * np.float32(256 * SCALE_SLACK / fmt.level_top(width))
+        scale = _bf16_up(wanted, cap)
+        payload.store_group_scales(offset, _scale_field(scale, top, marked, fmt), 16)
+        return tile.to_coordinates(_reciprocal(scale, tile)), marked
+    row_top = tile.row_max(wanted)
+    super_scale = _bf16_up(row_top, cap)
+    payload.store_row_scales(offset, _scale_field(super_scale, row_top, some, fmt))
+    fraction = top * tile.to_groups(_reciprocal(super_scale, tile))
+    fraction = fraction * _by_mark(marked, width, fmt, 256 * SCALE_SLACK)
     fraction = tile.ceil(jnp.clip(fraction, 1.0, 256.0))
-    start = offset + fmt.super_scale_words(width)
-    payload.store_group_scales(start, (fraction - 1).astype(jnp.uint32), 8)
+    field = (fraction - 1).astype(jnp.uint32)
+    stored = field
+    if some is not None:  # the low bit of the scale is 1; that of the field marks the group
+        field = field | tile.to_groups(some)
+        stored = field ^ (tile.to_groups(some) ^ marked)
+        fraction = field.astype(jnp.int32) + 1
+    payload.store_group_scales(offset + fmt.super_scale_words(width), stored, 8)
     scale = _group_scale(tile.to_groups(super_scale), fraction, width, fmt)
-    return tile.to_coordinates(_reciprocal(scale, tile))
+    return tile.to_coordinates(_reciprocal(scale, tile)), marked
 
 
-def _scale_field(scale, top, fmt: WireFormat):
-    """The bf16 field of a scale; ``top`` is the largest value that it scales."""
+def _mark(least):
+    """1 where a magnitude counts as zero, else 0: uint32; ``least`` is minus the smallest one."""
+    return (least > -SMALLEST_NORMAL).astype(jnp.int32).astype(jnp.uint32)
+
+
+def _by_mark(marked, width: int, fmt: WireFormat, numerator: float):
+    """``numerator`` over the largest level of a group, which depends on whether it is marked."""
+    value = np.float32(numerator / fmt.level_top(width))
+    if marked is None:
+        return value
+    other = np.float32(numerator / fmt.level_top(width, marked=True))
+    return jnp.where(marked == as_word(1), other, value)
+
+
+def _scale_field(scale, top, marked, fmt: WireFormat):
+    """The bf16 field of a scale of values up to ``top``; uint32 ``marked``, if any, is its sign."""
     field = bits_of(scale) >> 16
+    field = field if marked is None else field | (marked << 15)
     return jnp.where(_is_finite(top), field, as_word(NAN_SCALE)) if fmt.carries_nan else field
 
 
@@ -359,18 +434,15 @@ def _bf16_up(x, cap: float):
 
 def _reciprocal(x, tile: Tile):
     """1/x, correctly rounded; 0 where x is too small for a finite 1/x."""
-    safe = x >= _SMALLEST_NORMAL
+    safe = x >= SMALLEST_NORMAL
     return jnp.where(safe, tile.inverse(jnp.where(safe, x, 1.0)), 0.0)
 
 
 def _round(z, noise, width: int, tile: Tile):
-    """The codes of values in units of levels, rounded by ``noise``."""
+    """The codes of values in units of levels, rounded by ``noise``, in a format without dither."""
     fmt = tile.fmt
-    if fmt.dither:
-        return _round_dithered(z, noise, width, tile)
     if width == 1:
-        two = int(np.float32(2.0).view(np.uint32))
-        up = bits_of(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(two) + (noise >> 9)
+        up = bits_of(jnp.clip(z, -1.0, 1.0) + 3.0) - as_word(_bits_of(2.0)) + (noise >> 9)
         return jnp.minimum(up >> 23, as_word(1))
     sign = bits_of(z) >> 31
     noise = noise ^ (as_word(0) - sign)
@@ -385,14 +457,44 @@ def _round(z, noise, width: int, tile: Tile):
     return jnp.minimum(level, last) | (sign << as_word(width - 1))
 
 
-def _round_dithered(z, noise, width: int, tile: Tile):
-    low, bits = _octaves(width, tile.fmt)
+def _round_dithered(values, inverse, marked, noise, width: int, tile: Tile):
+    """The codes of values times their groups' ``inverse`` in a format with dither."""
+
+    def with_zeros():
+        if width == 1:
+            level, marks = _dithered_code(values * inverse, None, noise, 1, tile), marked
+            sent = _one_bit_or_zero(values * inverse, noise, tile)
+            return jnp.where(tile.to_coordinates(marks) == as_word(1), sent, level)
+        code = _dithered_code(values * inverse, marked, noise, width, tile)
+        code = jnp.where(code == _zero_code(marked, width, tile), as_word(0), code)
+        is_zero = jnp.abs(values) < SMALLEST_NORMAL  # in marked groups alone
+        return jnp.where(is_zero, as_word((1 << width) - 1), code)
+
+    # The products are in the branches, so that only one of both factors is in registers.
+    return tile.if_any(
+        marked, with_zeros, lambda: _dithered_code(values * inverse, None, noise, width, tile)
+    )
+
+
+def _dithered_code(z, marked, noise, width: int, tile: Tile):
+    """Codes, of which ``~0`` is level 0 of a negative value in a marked group."""
+    bits = tile.fmt.octave_bits(width)
     negative = _sign_mask(bits_of(z))
-    up = bits_of(tile.magnitude_plus(z, low + np.float32(1)))
-    up = up + ((noise ^ negative) >> as_word(9 + bits))
-    first = _first_level(width, tile.fmt) >> (23 - bits)  # nothing is shifted out
-    level = jnp.minimum(up >> as_word(23 - bits), as_word(first + (1 << (width - 1)) - 1))
-    return ((level - as_word(first)) ^ negative) & as_word((1 << width) - 1)
+    first, low = _first_level(marked, width, tile)
+    # Below the first level of a positive value is that of a negative one, whose index is -1.
+    up = bits_of(tile.magnitude_plus(z, low)) + ((noise ^ negative) >> as_word(9 + bits)) - first
+    level = lax.bitcast_convert_type(up, jnp.int32) >> np.int32(23 - bits)
+    level = jnp.minimum(level, np.int32((1 << (width - 1)) - 1))
+    level = lax.bitcast_convert_type(level, jnp.uint32)
+    return (level ^ negative) & as_word((1 << width) - 1)
+
+
+def _one_bit_or_zero(z, noise, tile: Tile):
+    """1 with probability |z| if the noise's top bit is the sign of z, else 0."""
+    # [1, 2) has the bits of one exponent, to which the noise's other bits carry.
+    up = bits_of(tile.magnitude_plus(z, np.float32(1))) + (noise << as_word(1) >> as_word(9))
+    sent = (up >= as_word(_bits_of(2.0))).astype(jnp.int32).astype(jnp.uint32)
+    return sent & ~((bits_of(z) ^ noise) >> 31)
 
 
 def _round_to_table(z, noise, width: int, tile: Tile):

@@ -36,12 +36,13 @@ from pallas_kernels.tuning import tuning_for
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
 
 
-def _asm(code: str, x, dtype=jnp.float32):
-    """PTX that computes a word of ``dtype``, ``$0``, from a word, ``$1``."""
+def _asm(code: str, x, *others, dtype=jnp.float32):
+    """PTX that computes a word of ``dtype``, ``$0``, from words ``$1``, ``$2``, ..."""
+    others = [jnp.broadcast_to(other, x.shape) for other in others]
     (y,) = plgpu.elementwise_inline_asm(
         "{" + code + "\n}",
-        args=[x],
-        constraints="=r,r",
+        args=[x, *others],
+        constraints="=r,r" + ",r" * len(others),
         pack=4 // x.dtype.itemsize,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, dtype)],
     )
@@ -60,10 +61,9 @@ def _inverse(x):
     )
 
 
-def _magnitude_plus(x, c: np.float32):
+def _magnitude_plus(x, c):
     """One instruction: Triton's |x| flushes denormals, so it cannot be part of an addition."""
-    bits = int(c.view(np.uint32))
-    return _asm(f".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, 0f{bits:08X};", x)
+    return _asm(".reg .f32 m; abs.f32 m, $1; add.rn.f32 $0, m, $2;", x, c)
 
 
 def _field_shifts(shape: tuple[int, ...], bits: int):
@@ -272,7 +272,7 @@ class _Tile:
     def pinned(self, x, width):
         if not self.interpret:
             # The comment makes the branches' code different.
-            x = _asm(f"mov.b32 $0, $1; // {width}", x, x.dtype)
+            x = _asm(f"mov.b32 $0, $1; // {width}", x, dtype=x.dtype)
         return x.astype(jnp.float32)
 
     def load_rows(self, ref, rows):
@@ -323,6 +323,10 @@ class _Tile:
 
     def to_coordinates(self, of_groups):
         return of_groups[None, :, :, None]
+
+    def if_any(self, of_groups, run, otherwise):
+        found = jnp.max(jnp.max(of_groups.astype(jnp.int32), axis=1), axis=0)
+        return lax.cond(found > 0, run, otherwise)
 
 
 @dataclass(frozen=True)

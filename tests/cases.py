@@ -5,7 +5,9 @@ comparator that is a quantiser gets one by itself; one of your own has other bou
 of DynamiQ is a row in `METHODS`.
 """
 
+import contextlib
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +33,16 @@ def small(method: Any = None, **options: Any) -> dq.Compression:
 def low(method: Any = None, **options: Any) -> dq.Compression:
     """Compresses all but the smallest leaves."""
     return dq.Compression(method, min_leaf_size=100, min_bucket_size=100, **options)
+
+
+@contextlib.contextmanager
+def without_limit_of_padding():
+    """Compresses buckets that padding widens to 16 bits; to users these travel exactly."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dq.DynamiQ, "most_bits", math.inf)
+        jax.clear_caches()  # a program does not tell with which limit it was traced
+        yield
+    jax.clear_caches()
 
 
 CHEAP = small(dq.DynamiQ(widths=(4,), format=dq.Format(group_scale="bf16"), bits=5.5))

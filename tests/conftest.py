@@ -8,7 +8,6 @@ promote ranks and dtypes, since users may tell it to. Tests in `release/` and te
 import gc
 import importlib.util
 import json
-import math
 import os
 from pathlib import Path
 
@@ -118,26 +117,13 @@ def bounded_memory_maps():
         jax.clear_caches()
 
 
-@pytest.fixture(autouse=True, scope="session")
-def padding_is_free():
-    """Buckets are compressed however much padding they have, so that tests may be small.
-
-    Yields what `DynamiQ.most_bits` is to users.
-    """
-    from dynamiq_jax import DynamiQ
-
-    with pytest.MonkeyPatch.context() as patch:
-        to_users = DynamiQ.most_bits
-        patch.setattr(DynamiQ, "most_bits", math.inf)
-        yield to_users
-
-
 @pytest.fixture
-def padding_counts(padding_is_free, monkeypatch):
-    """For tests of what users get: buckets that padding would widen to bf16 travel exactly."""
-    from dynamiq_jax import DynamiQ
+def padding_is_free():
+    """For tests of small buckets: these are compressed however much padding they have."""
+    from cases import without_limit_of_padding
 
-    monkeypatch.setattr(DynamiQ, "most_bits", padding_is_free)
+    with without_limit_of_padding():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType
 
 import dynamiq_jax as dq
@@ -58,7 +59,11 @@ class Payloads(NamedTuple):
 
 
 def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
-    """Inputs of all kernels under a plan whose second stage has fewer bits than the first."""
+    """Inputs of all kernels under a plan whose second stage has fewer bits than the first.
+
+    Every second super-group has no mean, and exact zeros: half of it, every tenth coordinate, or
+    both, on all workers.
+    """
     bits = 5.0 if len(fmt.widths) > 1 else fmt.widths[0] + 1.0
     stages = dq.Ring().stages(2)
     options = {"widths": fmt.widths, "floor": None, "balance": 0.8}
@@ -68,11 +73,15 @@ def operands(fmt, size, dtype) -> tuple[Layout, Operands]:
 
     @jax.jit
     def make(key):
-        x = lognormal_mixture(key, 4, layout.rows, fmt.super_group_size)[:, :size]
+        shape = layout.rows, fmt.super_group_size
+        x = lognormal_mixture(key, 4, *shape)[:, :size]
+        row, column = (lax.broadcasted_iota(jnp.int32, shape, i).reshape(-1)[:size] for i in (0, 1))
+        some, half = (row % 4 == 1) & (column % 10 == 3), (row % 8 > 4) & (column * 2 < shape[1])
+        x = jnp.where(((some | half) & (row % 2 == 1))[None], 0.0, x)
         mean, sqnorm = pk.statistics(x[0], super_group_size=fmt.super_group_size, backend="jnp")
         order, tiles, _ = order_and_tiles(sqnorm, layout, "jnp")
         mean = jnp.pad(mean, (0, layout.super_groups - layout.rows))
-        mean = mean.astype(jnp.bfloat16).astype(jnp.float32)
+        mean = mean.astype(jnp.bfloat16).astype(jnp.float32).at[1::2].set(0.0)
         mean_sum = (2 * mean).at[3].set(jnp.nan)
         noise = pk.slot_noise(jnp.array([3, 4], jnp.uint32), 5, fmt.rounding)
         return Operands(x.astype(dtype), mean, mean_sum, order, tiles, noise)

@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,9 @@ class Service:
             if not self.news.wait_for(lambda: key in self.values, timeout_in_ms / 1000):
                 raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self.values[key]
+
+    def key_value_dir_get(self, place):
+        return [pair for pair in self.values.items() if pair[0].startswith(f"{place}/")]
 
 
 class Processes:
@@ -176,6 +180,59 @@ def test_a_process_that_never_comes_is_named(processes, monkeypatch):
     said = processes.run(check(), lambda: None)
     nothing = "RuntimeError: check_agreement compared nothing: process 1 did not come to one within"
     assert said[0].startswith(nothing), said
+
+
+# --- Sizes of batches -----------------------------------------------------------------------------
+
+
+def losses_of(*rows, wait=0.0, mesh=None, **options):
+    """A function that traces a loss of batches of so many rows, one after the other."""
+    mesh = auto_mesh() if mesh is None else mesh
+    options |= {"mesh": mesh, "axis_name": "data", "compression": dq.F32()}
+
+    def trace():  # new functions every time, as above
+        grad_fn = dq.value_and_grad(lambda w, x: jnp.mean(x @ w), **options)
+        for count in rows:
+            time.sleep(wait)
+            batch = jax.ShapeDtypeStruct((count, 4), jnp.float32)
+            if mesh.axis_types[0] == jax.sharding.AxisType.Explicit:
+                batch = batch.update(sharding=jax.NamedSharding(mesh, P("data")))
+            jax.eval_shape(grad_fn, jnp.ones((4, 4)), batch)
+
+    return trace
+
+
+@pytest.fixture
+def impatient(monkeypatch, processes):
+    monkeypatch.setattr(agreement, "SHORT_PATIENCE", 0.5)
+    return processes
+
+
+@pytest.mark.parametrize("axes", ["Auto", "Explicit"])
+def test_processes_with_batches_of_other_sizes_are_named(impatient, axes):
+    """By all of them that compile a program of their own; the others run what they have."""
+    mesh = auto_mesh() if axes == "Auto" else jax.make_mesh((8,), ("data",))
+    full, short = losses_of(16, mesh=mesh), losses_of(16, 8, mesh=mesh)
+    assert impatient.run(full, short, short)[0] == ""
+    _, said, again = impatient.run(full, short, short)
+    assert said.startswith("warning: processes pass batches of different sizes, each as if all had")
+    assert "'x' has shape (8, 4) on process 1, and had (16, 4) on process 0 when" in said
+    assert again == said.replace("process 1", "process 2")
+    assert ("weight=" in said) == (axes == "Auto")
+    assert "" not in impatient.run(losses_of(8, mesh=mesh), full)
+
+
+def test_batches_of_one_size_are_compared_without_a_word(impatient):
+    slow = losses_of(16, 8, 16, wait=0.15)
+    assert impatient.run(losses_of(16, 8, 16), slow, slow) == [""] * 3
+    weight = lambda w, x: jnp.float32(x.shape[0])
+    for options in ({"weight": weight}, {"op": "sum"}, {"mesh": auto_mesh(4)}):
+        pair = (losses_of(rows, **options) for rows in (16, 8))
+        assert impatient.run(*pair) == ["", ""]
+    late = lambda: (time.sleep(0.8), losses_of(16)())  # nothing tells that it is another size
+    assert impatient.run(losses_of(16), late) == ["", ""]
+    impatient.monkeypatch.setenv("DYNAMIQ_JAX_AGREEMENT", "0")
+    assert impatient.run(losses_of(16), losses_of(8)) == ["", ""]
 
 
 def test_values_of_weights_and_addresses_of_objects_may_differ(processes):

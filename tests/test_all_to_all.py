@@ -54,6 +54,7 @@ AXES = [(0, 0, True), (2, 0, True), (1, -1, True), (-3, 2, False)]
 
 
 @pytest.mark.parametrize(("split", "concat", "tiled"), daily(AXES, AXES[2:]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_blocks_have_the_shapes_and_values_of_lax(split, concat, tiled):
     """Leaves of all kinds, of which small ones, integers and empty ones travel exactly."""
     shape = [8, 12, 20] if tiled else [4, 4, 70]
@@ -114,6 +115,7 @@ def pulled(collective, x, cotangent):
     return jax.jit(jax.vmap(one, axis_name="data"))(x, cotangent)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_one_worker_sends_nothing():
     x = normal(2, 37)[:1]
     for options in ({}, {"compression": CHEAP}, {"compression": small(comparators.MXFP8())}):
@@ -121,6 +123,7 @@ def test_one_worker_sends_nothing():
         assert_same_bits(found, (x, 2 * x))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_the_backward_pass_has_bits_and_noise_of_its_own():
     x, cotangent = normal(8, 6, 50), gradient(1, N, 2 * 24 * 50).reshape(N, 2, 24, 50)
     y, exact = pulled(lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), x, cotangent)
@@ -133,7 +136,8 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
 
     eight, five, none = (3e-5, 2e-4), (3e-3, 2e-2), (-1, 1e-30)
     cases = [
-        (errors(dq.F32()), none, eight),  # the default: codes of 8 bits
+        (errors(dq.DynamiQ(bits=5.5)), five, eight),  # the default: codes of 8 bits
+        (errors(dq.F32()), none, none),
         (errors(dq.DynamiQ(bits=8.5), backward=dq.F32()), eight, none),
         (errors(dq.DynamiQ(bits=5.5), backward=None), five, five),
     ]
@@ -142,6 +146,7 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
             assert least < error < most
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_rounding_backwards_is_not_that_of_the_way_forth():
     exchange = partial(tiled_rows, compression=CHEAP, backward=None, key=KEY)
 
@@ -188,6 +193,7 @@ def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dty
         assert np.all(np.isnan(found[sick]))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_the_largest_values_of_float16_stay_finite():
     largest = float(jnp.finfo(jnp.float16).max)
     x = jnp.full((N, N, 300), largest, jnp.float16).at[:, :, ::2].set(-largest)
@@ -302,6 +308,7 @@ def test_senders_and_receivers_round_by_noise_of_their_own(method, key):
         assert_same_bits(found[1, 1], other[1, 1])  # another sender's
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_blocks_are_encoded_without_copies():
     """With split_axis 0 the kernels read the activations as they are."""
 
@@ -367,6 +374,7 @@ def test_methods_that_need_more_are_refused(method):
             traced((8, 4096), 0, 0, **options)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_other_refusals():
     with pytest.raises(NameError, match="call all_to_all under `jax.shard_map`"):
         dq.all_to_all(jnp.ones((8, 8)), "data", 0, 0)

@@ -276,7 +276,6 @@ def test_payloads_hold_the_floors_of_which_errors_are_said_at_any_size(
     assert method.relative_error(n, topology, collective) == pytest.approx(energy - 1)
 
 
-@pytest.mark.usefixtures("padding_counts")
 @pytest.mark.parametrize("bits", [3.0, 5.0, 8.0])
 @pytest.mark.parametrize("n", daily([2, 8, 64], [8]))
 def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
@@ -300,7 +299,6 @@ def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
     assert routes == {"compressed", "exact"}
 
 
-@pytest.mark.usefixtures("padding_counts")
 def test_padded_slices_and_blocks_travel_exactly_as_well():
     """Bits of psum_scatter, all_gather and all_to_all: the wire has f32 where the padding is."""
     method, n = dq.Compression(dq.DynamiQ(bits=5), **SMALL), 4
@@ -313,7 +311,6 @@ def test_padded_slices_and_blocks_travel_exactly_as_well():
             assert ("u32" in text) == compressed, (call, size)
 
 
-@pytest.mark.usefixtures("padding_counts")
 def test_large_leaves_that_padding_keeps_exact_are_warned_of():
     method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
     one = functools.partial(dq.psum, axis_name="data", compression=method, topology=dq.Direct())

@@ -194,6 +194,7 @@ def test_agreement_takes_it():
         wrong.check_agreement(params, auto_mesh(), "data")
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_on_meshes_parts_of_leaves_and_shards_go_by_path_as_well():
     """The kernel is split over "model" alone, the table over "data", too; the norm nowhere."""
     mesh, coarse = mesh_of(4, 2), dq.DynamiQ(bits=32, widths=(8,))

@@ -317,6 +317,7 @@ def test_markup_and_control_characters_in_names_of_users_do_nothing(tmp_path):
     np.savez(file, gradients=leaf, names=["[/red]\x1b[31mx"], sizes=[4096])
     result = ran("error", "--gradients", file, "--methods", "bf16", "--seeds", 1)
     assert "[/red] [31mx" in result.stdout and "[b]g.npz" in result.stdout
+    assert "vNMSE does not predict the loss" in result.stdout
     assert "\x1b" not in result.output
 
 
@@ -392,9 +393,25 @@ class TestTiming:
 
 
 def test_payloads_travel_as_the_library_would_send_them(monkeypatch):
-    by = all_reduce.payloads_by
+    def by(topology, sizes, size_bytes=2**20, **options):
+        compression = topology and dq.Compression(dq.DynamiQ(**options), topology=topology)
+        return all_reduce.payloads_by(compression, sizes, size_bytes)
+
     assert [by(None, (8,)), by(dq.Ring(), (8,))] == ["xla", "collectives"]
     assert by(dq.Direct(transport="permutes"), (8,)) == "permutes"
     assert by(dq.Direct(transport="push"), (8,)) == "push"
     monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
     assert [by(dq.Direct(), (4,)), by(dq.Hierarchical(), (2, 2))] == ["permutes"] * 2
+
+
+def test_sums_that_a_push_kernel_does_are_said_to_push(monkeypatch):
+    """Whatever the transport of the topology is, and only sizes that push."""
+    monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
+    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
+    monkeypatch.setattr(dq.DynamiQ, "pushed", lambda self, n: (2**15, 2**20))
+    found = contenders.parse_method("dynamiq:5", dq.Direct()).compression
+    said = [all_reduce.payloads_by(found, (2,), size) for size in (2**20, 2**20 + 2)]
+    assert said == ["push", "permutes"]
+    permutes = dq.Compression(topology=dq.Direct(transport="permutes"))
+    assert all_reduce.payloads_by(permutes, (2,), 2**20) == "permutes"
+    assert contenders.parse_method("bf16", None).compression is None

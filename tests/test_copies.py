@@ -348,6 +348,24 @@ def test_any_tree_comes_back(slots, count):
         assert_same(Copies().restore(shapes).state, tree)
 
 
+def test_what_nobody_placed_comes_back_unplaced(slots):
+    """On its first device, a program of all devices refused it, at each new start."""
+    placed = jax.NamedSharding(mesh_of(8), P("data"))
+    state = {"w": jax.device_put(np.arange(24.0, dtype=np.float32), placed),
+             "own": jax.device_put(jnp.int32(7), jax.devices()[3]),
+             "key": jax.random.key(3), "keys": jax.random.split(jax.random.key(4), 3),
+             "n": jnp.int32(5), "empty": jnp.zeros((0, 2))}  # fmt: skip
+    Copies().save(1, state)
+    found = Copies().restore(state).state
+    assert_same(found, state)
+    committed = lambda tree: jax.tree.map(lambda x: x.committed, tree)
+    assert committed(found) == committed(state)
+    assert {name for name, own in committed(found).items() if own} == {"w", "own"}
+    assert found["own"].sharding == state["own"].sharding
+    step = jax.jit(lambda w, n, key: w + n.astype(w.dtype) + jax.random.normal(key, w.shape))
+    assert step(found["w"], found["n"], found["key"]).sharding.device_set == placed.device_set
+
+
 def test_what_cannot_come_back_is_refused(slots):
     copies = Copies()
     copies.save(1, {"a": np.float32(1)})

@@ -140,6 +140,7 @@ def compiled(function, *args):
     return program, [(name, bits // 32) for name, bits in moves_of(program.as_text())]
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_a_window_of_micro_batches_is_reduced_once():
     """Unreduced gradients are added in a scan; zeros of their type begin it."""
     params, batch = placed()
@@ -296,6 +297,7 @@ OF_SHARDS = [name for name in IN_PLAIN_JAX if "passed" in name or "map" in name]
         + [("split, resharded", False)],
     ),
 )
+@pytest.mark.usefixtures("padding_is_free")
 def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
     loss, *said = IN_PLAIN_JAX[name]
     said = said[not sharded]
@@ -334,6 +336,7 @@ def test_an_assertion_that_a_gathered_parameter_fails_is_refused():
 
 
 @pytest.mark.parametrize(("each", "told"), daily([(1, False), (2, True)], [(2, True)]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_shards_that_a_map_takes_stay_shards(each, told):
     """A layer of experts under `jax.shard_map`, which uses shared parameters, too.
 
@@ -515,6 +518,7 @@ def unreduced(axes="data", mesh=None):
     return jax.jit(f)(*placed(mesh, axes))[1]
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_unreduced_gradients_cross_jit_and_are_summed_by_psum():
     grads = unreduced()
     assert unreduced_axes(grads["up"]) == {"data"}

@@ -87,6 +87,7 @@ WAYS += [("pmean", "ring"), ("all_gather", None)]
 
 
 @pytest.mark.parametrize(("name", "way"), daily(WAYS, [("psum", "direct"), ("all_gather", None)]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_a_group_has_the_bits_of_an_axis(name, way):
     """Groups in the order of a mesh's rows: what the mesh's second axis gives."""
     x, key = gradient(0, N, SIZE), jax.random.key(3)
@@ -205,6 +206,7 @@ def replicated_and_not(reduce):
     return jax.jit(mapped)(x, fixed), fixed, x
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_the_mean_of_what_is_replicated_is_itself():
     mean = functools.partial(dq.pmean, compression=low(METHOD.method), key=jax.random.key(1))
     with pytest.warns(UserWarning, match="do not vary over axis 'data'"):
@@ -229,6 +231,7 @@ def test_the_sum_of_what_is_replicated_and_small_is_that_of_lax():
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 @pytest.mark.parametrize("mapped_by", daily(["vmap", *MAPS], ["shard_map, check_vma"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_derivatives_are_those_of_lax(name, mapped_by):
     """The transpose, the cotangent and the tangent; rounding alone has a derivative of zero."""
     x = gradient(9, N, SIZE)
@@ -321,6 +324,7 @@ def test_a_half_reduced_leaf_is_left_to_lax():
 
 @pytest.mark.parametrize("to", ["varying", "invarying", "reduced"])
 @pytest.mark.parametrize("method", daily([None, METHOD], [METHOD]), ids=["exact", "compressed"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_what_is_gathered_is_typed_and_differentiates_as_lax(to, method):
     x, weight, types = gradient(4, N, 512), jnp.linspace(-1, 1, N * 512), []
 
@@ -380,6 +384,7 @@ EAGER = {
 
 
 @pytest.mark.parametrize("name", daily(["psum", "psum_scatter", "all_gather"], ["psum_scatter"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_an_eager_vmap_is_one_program(name):
     x = gradient(7, 4, 1024)
     ours = jax.vmap(functools.partial(EAGER[name], axis_name="data"), axis_name="data")
@@ -392,6 +397,7 @@ def test_an_eager_vmap_is_one_program(name):
     assert_same_bits(found, jax.jit(ours)(x))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_nothing_is_left_of_it_within_jit():
     """No call within the jaxpr of a training step, under any map."""
     x = gradient(8, N, 1024)

@@ -12,8 +12,6 @@ from cases import SMALL, limits_of, wire_bits
 import dynamiq_jax as dq
 from dynamiq_jax.compression.ways import bytes_per_second
 
-pytestmark = pytest.mark.usefixtures("padding_counts")
-
 TREE = {
     "big": jax.ShapeDtypeStruct((2000, 300), jnp.float32),
     "half": [jax.ShapeDtypeStruct((280000,), jnp.bfloat16)],

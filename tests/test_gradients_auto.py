@@ -8,15 +8,16 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import jax.scipy.sparse.linalg
 import numpy as np
 import pytest
 from asserts import assert_close, assert_refused
-from cases import CHEAP, EXACT, low
+from cases import CHEAP, EXACT, daily, low
 from flax import linen
 from hlo import moves_of
 from jax import lax
 from jax.extend.core import Primitive
-from jax.sharding import NamedSharding, get_abstract_mesh
+from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
@@ -88,9 +89,10 @@ def test_arguments_are_those_of_jax_value_and_grad(argnums):
     assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
-def test_keys_are_each_workers_own_unless_told():
+@pytest.mark.parametrize("raw", [False, True])
+def test_keys_are_each_workers_own_unless_told(raw):
     params, batch = arrays()
-    key = jax.random.key(5)
+    key = jax.random.PRNGKey(5) if raw else jax.random.key(5)
 
     def noise(params, batch, key):
         assert len(batch["x"]) == 4  # its own examples, also where a spec is None
@@ -328,6 +330,44 @@ def test_aux_becomes_what_its_words_say():
     assert_close(found, expected)
 
 
+def test_aux_without_words_is_what_its_types_tell():
+    args = arrays()
+
+    def with_aux(params, batch):
+        tokens = count(params, batch).astype(jnp.int32)
+        rows = {"tokens": tokens, "rows": errors(params, batch["x"])[:, None]}
+        return loss(params, batch), rows | {"loss": loss(params, batch)}
+
+    with pytest.warns(
+        UserWarning, match=r"\"\['rows'\]\": 'rows', \"\['tokens'\]\": 'sum'"
+    ) as seen:
+        (_, found), _ = jax.jit(ours(with_aux, has_aux=True))(*args)
+    assert len(seen) == 1
+    (_, expected), _ = jax.jit(jax.value_and_grad(with_aux, has_aux=True))(*args)
+    assert_close(found, expected)
+    words = {"tokens": "sum", "rows": "rows"}
+    jax.eval_shape(ours(with_aux, has_aux=True, aux=words), *args)  # without a warning
+
+
+@pytest.mark.parametrize("constrained", [False, True])
+def test_means_over_rows_that_no_worker_has_are_warned_of(constrained):
+    """As of a slice by the size of the whole batch. No warning if the loss is of the same kind."""
+    args = arrays()
+
+    def with_aux(params, batch, of_loss=False):
+        rows = errors(params, batch["x"])
+        rows = lax.with_sharding_constraint(rows, P("data")) if constrained else rows
+        late = jax.jit(jnp.mean)(rows[8:])
+        aux = {"late": late, "twice": lax.map(jnp.sum, jnp.stack([rows[8:], rows[8:]]))[0]}
+        aux |= {"whole": jnp.mean(rows), "joined": jnp.mean(jnp.concatenate([rows, rows[8:]]))}
+        return jnp.mean(rows) + (late if of_loss else 0.0), aux
+
+    with pytest.warns(UserWarning, match="aux leaves .*'late'.*'twice'.* are .* 'rows'") as seen:
+        jax.eval_shape(ours(with_aux, has_aux=True), *args)
+    assert len(seen) == 1
+    jax.eval_shape(ours(functools.partial(with_aux, of_loss=True), has_aux=True), *args)
+
+
 def of_aux(leaf, aux=None):
     return ours(lambda p, b: (loss(p, b), {"leaf": leaf()}), has_aux=True, aux=aux)
 
@@ -368,34 +408,6 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         assert {name: x.sharding.spec for name, x in found[1].items()} == specs
     else:  # and not in the loop
         assert len(large_sums(compiled)) == 1
-
-
-def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
-    """Every worker would use all examples. What is closed over and not used is no reason."""
-    params, batch = arrays()
-
-    @functools.partial(jax.jit, static_argnames="uses")
-    def step(params, batch, uses):
-        state = {"batch": batch, "apply": errors}
-
-        def closing(params, own):
-            x = state["batch"]["x"] if uses else own["x"]
-            return jnp.mean(state["apply"](params, x))
-
-        return ours(closing)(params, batch)
-
-    assert_close(step(params, batch, False), plain(loss))
-
-    @jax.jit
-    def keyed(params, batch, key):
-        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)
-        outer = functools.partial(lambda p, b, inner: inner(p, b), inner=jax.checkpoint(inner))
-        return ours(outer)(params, batch)
-
-    with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
-        keyed(params, batch, jax.random.key(0))
-    with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):
-        step(params, batch, True)
 
 
 class Net(linen.Module):
@@ -448,6 +460,7 @@ def attributes():
 
 
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_nothing_of_jax_is_replaced_while_a_loss_is_traced(kind):
     params, batch = arrays()
     mesh = mesh_of(8) if kind == "auto" else jax.make_mesh((8,), ("data",))
@@ -588,10 +601,12 @@ def test_constraints_beside_weights_keys_and_maps():
 
     @jax.jit
     def closing(params, batch):
-        return ours(lambda p, b: with_map(p, batch), mesh, specs=P())(params, batch)
+        own = lambda p: with_map(p, batch)
+        return ours(
+            own, mesh, specs=P(), closed_specs=P("data"), weight=lambda _: count({}, batch)
+        )(params)
 
-    with pytest.raises(ValueError, match=r"closes over 2 arrays"):
-        closing(params, batch)
+    assert_close(closing(params, batch), plain(masked))
 
     def noisy(params, batch, key):
         x = lax.with_sharding_constraint(batch["x"], P("data"))
@@ -672,14 +687,13 @@ def test_what_does_not_go_is_refused():
     inside = jax.shard_map(ours(loss), mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=P())
     _, terms = jax.jit(ours(loss, reduce=False))(*args)
     sharded = ours(loss, reduce=False, specs={"up": P("data"), "down": P()})
-    number, vector = lambda: jnp.int32(7), lambda: jnp.ones(3)
+    flag, vector = lambda: jnp.bool_(True), lambda: jnp.ones(3)
     other, deeper = {"other": "mean"}, {"leaf": {"deeper": "mean"}}
     two = "and the loss got 2 positional"
     by = lambda specs: ours(lambda p, b, *, t=1: loss(p, b), batch_specs=specs)
     entries = r"got 1 positional arguments besides its parameters \('p'\): \['b'\].*a dict"
     assert_refused(
         (ValueError, "inside of a map over axis 'data'.*jax.value_and_grad", inside, *args),
-        (ValueError, "key without its type.*wrap_key_data", three, *args, jax.random.PRNGKey(0)),
         (ValueError, r"PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args, keys),
         (ValueError, rf"argnums=\(0, 2\), {two}", ours(loss, argnums=(0, 2)), *args),
         (ValueError, rf"argnums=\(0, -2\), {two}", ours(loss, argnums=(0, -2)), *args),
@@ -694,7 +708,7 @@ def test_what_does_not_go_is_refused():
         (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
         (ValueError, r"of \('data',\), and axis_name is \('rows',\)", dq.psum, terms, "rows"),
         (NotImplementedError, "reduce=False.*whole gradients", sharded, *args),
-        (ValueError, r"\['leaf'\] is int32\[\] .*aux=None.*'same'", of_aux(number), *args),
+        (ValueError, r"\['leaf'\] is bool\[\] .*aux=None.*'same'", of_aux(flag), *args),
         (ValueError, r"float32\[3\]", of_aux(vector), *args),
         (ValueError, "aux='average'", of_aux(vector, "average"), *args),
         (ValueError, r"\['other'\] is that of no leaf; pass", of_aux(vector, other), *args),
@@ -775,6 +789,7 @@ def test_specs_by_name_cover_all_arguments():
         assert without == expected | {"fourth": None}
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
     params, batch = arrays()
     specs = {"up": P(None, "model"), "down": P()}
@@ -789,3 +804,76 @@ def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
     with compilations() as programs:
         run(params, batch)
     assert not programs  # one program serves all calls
+
+
+@pytest.mark.parametrize("solve", daily(["cg", "gmres", "bicgstab"], ["cg"]))
+def test_a_loss_that_jax_refuses_in_a_map_by_any_words_is_traced_outside(solve):
+    """`cg` is refused only when JAX lowers it, and `gmres` while it is traced."""
+    params, batch = arrays()
+    matrix = 3 * np.eye(64, dtype=np.float32) + 1
+    solver = getattr(jax.scipy.sparse.linalg, solve)
+
+    def own(params, batch):
+        inverse, _ = solver(lambda v: matrix @ v, params["up"][0], maxiter=20)
+        return loss(params, batch) * jnp.sum(inverse)
+
+    assert_close(jax.jit(ours(own))(params, batch), plain(own))
+
+
+def test_an_error_of_the_loss_itself_is_raised_as_it_is():
+    params, batch = arrays()
+    calls = []
+
+    def own(params, batch):
+        calls.append(1)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="^mine") as refused:
+        jax.eval_shape(ours(own), params, batch)
+    assert len(calls) == 1
+    assert "Traced outside" not in "".join(getattr(refused.value, "__notes__", []))
+
+
+MESHES = [mesh_of(8), mesh_of(4, 2)]
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.parametrize(("own", "around"), [MESHES, MESHES[::-1]])
+def test_a_mesh_is_passed_where_another_one_is_set(own, around, explicit):
+    """In `jax.jit` JAX may take the other one for it, which is refused."""
+    params, batch = arrays()
+    typed = lambda mesh: mesh_of(*mesh.devices.shape, kind=AxisType.Explicit)
+    own = typed(own) if explicit else own
+    specs = None if explicit else P()
+    mean = lambda params, batch: jnp.mean(errors(params, batch["x"]))
+    f = ours(mean, own, specs=specs)
+    args = put(params, own), put({"x": batch["x"]}, own, P("data"))
+    expected = jax.value_and_grad(mean)(params, batch)
+    for other in (around, typed(around)):
+        with jax.set_mesh(other):
+            assert_close(jax.device_get(f(*args)), expected)
+            if explicit or len(own.axis_names) > 1:
+                with pytest.raises(ValueError, match="sum over groups of the latter"):
+                    jax.jit(f)(*args)
+            else:
+                assert_close(jax.device_get(jax.jit(f)(*args)), expected)
+
+
+def test_shards_without_specs_are_warned_of_in_jit():
+    """JAX tells how arguments are sharded only when it lowers the program."""
+    params, batch = arrays()
+    mesh = mesh_of(8)
+    params, batch = put(params, mesh, {"up": P("data"), "down": P()}), put(batch, mesh, P("data"))
+
+    def step(params, batch, specs=None):
+        inner = jax.jit(lambda x: jnp.mean(x**2))  # a step has more in it
+        return ours(loss, specs=specs)(params, batch), inner(batch["x"])
+
+    with pytest.warns(UserWarning, match=r"^1 parameters \(up\) are sharded .*data.*4,096 bytes"):
+        jax.jit(step).lower(params, batch)
+    jax.jit(functools.partial(step, specs=P())).lower(params, batch)
+    jax.jit(functools.partial(step, specs={"up": P("data"), "down": P()})).lower(params, batch)
+    whole = put(jax.device_get(params), mesh)
+    jax.jit(step).lower(whole, batch)
+    scaled = lambda params, batch: step(jax.tree.map(lambda x: 2 * x, params), batch)
+    jax.jit(jax.grad(lambda p: scaled(p, batch)[0][0])).lower(whole)

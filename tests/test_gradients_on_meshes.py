@@ -150,6 +150,7 @@ def test_integers_among_parameters_have_no_gradient(kind, name):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("padding_is_free")
 def test_integers_stand_beside_states_and_what_has_no_gradient_is_refused(kind):
     params, x = DATA.placed(kind)
     integers = {"signs": jnp.ones(x.shape[1], jnp.int8), "kept": jnp.ones(x.shape[1], bool)}
@@ -175,6 +176,7 @@ DATA = Layout({"data": 8}, "data", P())
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("padding_is_free")
 def test_a_call_is_one_program_whose_copies_are_equal_and_follow_the_key(kind):
     """Outside of `jax.jit`, too."""
     method, args = dataclasses.replace(METHODS[kind], method=EIGHT.method), DATA.placed(kind)
@@ -240,6 +242,7 @@ ROUTES = {
 
 
 @pytest.mark.parametrize("route", daily(ROUTES, ["scattered compressed"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_gradients_of_shards_are_compressed(route):
     layout, key = LAYOUTS["hsdp and tensor parallel"], jax.random.key(0)
     args = layout.placed()

@@ -102,6 +102,7 @@ def test_sums_are_close_on_all_workers_and_have_the_same_bits_on_all_maps(name):
     assert_same_bits(on_a_mesh(sizes, method, topology, x, key), expected)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_levels_of_one_worker():
     x, key = gradient(4, 3, 9000), jax.random.key(1)
     ring = dq.Ring(balance=0)
@@ -118,6 +119,7 @@ def test_levels_of_one_worker():
     assert_same_bits(np.asarray(one).reshape(1, -1), np.asarray(x[:1]))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_derivatives_are_those_of_the_exact_sum():
     x, tangent = (gradient(seed, 4, 3000).reshape(2, 2, -1) for seed in (0, 1))
 
@@ -187,6 +189,7 @@ def halves(x, method, topology, sizes=(2, 4)):
 
 @pytest.mark.parametrize("name", daily(HALVES, ["native inside"]))
 @pytest.mark.parametrize("mesh", daily(MESHES, ["2x4"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_halves_on_two_levels_leave_the_slices_of_the_flat_ones(name, mesh):
     """Integers are exact in bf16, and every worker's are others."""
     sizes = MESHES[mesh]

@@ -133,6 +133,7 @@ def assert_each_as_alone(found):
 
 
 @pytest.mark.parametrize("kind", daily(["automatic", "explicit"], ["explicit"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_every_device_reduces_its_shards_as_if_there_were_no_others(kind):
     """Statistics, plan and noise are those of a device's own shards, and copies share them."""
     mesh = mesh_of(kind)
@@ -148,6 +149,7 @@ MANUAL = [(True, None), (False, SPECS), (False, None)]
 
 
 @pytest.mark.parametrize(("check_vma", "told"), daily(MANUAL, [MANUAL[0], MANUAL[2]]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_leaves_that_differ_over_other_manual_axes_travel_apart(check_vma, told):
     """With check_vma=False and no specs a leaf shares its widths with no other."""
     mean = functools.partial(dq.pmean, axis_name="data", specs=told, **OPTIONS)
@@ -245,6 +247,7 @@ def test_small_leaves_need_no_specs():
 
 
 @pytest.mark.parametrize("collective", [dq.psum_scatter, dq.all_gather])
+@pytest.mark.usefixtures("padding_is_free")
 def test_halves_group_leaves_by_axes_and_are_refused_where_axes_are_open(collective):
     mesh = mesh_of()
 

@@ -14,10 +14,12 @@ from typing import NamedTuple
 import multihost_worker as worker
 import numpy as np
 import pytest
+import typer
 from asserts import assert_same_bits
 from cases import daily
 from compiler import FLAGS
 from processes import KEPT, Group, Loopback, coordinator, outputs
+from typer.testing import CliRunner
 
 DIES = "command_line_dies"
 NAMED = [(n, name) for n, names in worker.COLLECTIVES.items() for name in names]
@@ -98,6 +100,21 @@ def test_several_processes_give_the_bits_of_one(alone, together, n, name):
         assert_same_bits(together(n).rows[f"{name}/{i}"], expected)
 
 
+def test_the_example_reads_what_a_supervisor_sets(monkeypatch):
+    """And options before variables."""
+    told = []
+    monkeypatch.setattr(
+        worker.train_multihost, "join", lambda *args: told.append(args[:3]) or 1 / 0
+    )
+    app = typer.Typer()
+    app.command()(worker.train_multihost.main)
+    env = {"COORDINATOR": "host0:29400", "NUM_HOSTS": "3", "HOST_ID": "2"}
+    for options in ([], ["--process-id", "1"]):
+        done = CliRunner().invoke(app, options, env=env)
+        assert isinstance(done.exception, ZeroDivisionError)
+    assert told == [("host0:29400", 3, 2), ("host0:29400", 3, 1)]
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("way", worker.WAYS)
 def test_several_processes_train_with_the_bits_of_one(alone, together, way):
@@ -142,6 +159,32 @@ def test_restart_after_a_death_draws_the_curve_of_an_uninterrupted_run(tmp_path,
     assert "starting" not in group.said(1)  # one process speaks for all
     record = json.loads((tmp_path / "out" / "tiny-multihost.json").read_text())
     assert record["losses"] == together(2).records[0]["losses"]
+
+
+# --- Processes with different numbers of rows -----------------------------------------------------
+
+
+def test_a_process_without_batches_takes_part_and_uneven_ones_are_named():
+    """By the recipe the loss is that of all rows; a mean of means is said to be one."""
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    flags = f"{FLAGS} --xla_force_host_platform_device_count=4"
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": os.pathsep.join(sys.path)}
+    worker, address = Path(__file__).with_name("uneven_worker.py"), coordinator()
+    commands = [[sys.executable, str(worker), address, str(i)] for i in range(2)]
+    w, means = np.full((256, 8), 0.01), []
+    for i, rows in enumerate((16, 8)):
+        x = np.random.default_rng(i).standard_normal((rows, 256), np.float32) + i
+        means.append(np.mean((x @ w - 1) ** 2))
+    expected = {"plain": np.mean(means), "weighted": np.average(means, weights=(2, 1))}
+    for i, (said, _) in enumerate(outputs(commands, env)):
+        for name, loss in expected.items():
+            ((found, warned),) = re.findall(rf"^{name} (\S+); (.*)$", said, re.MULTILINE)
+            assert float(found) == pytest.approx(loss, rel=1e-4)
+            own, other = (32, 16)[:: 1 - 2 * i]
+            told = rf"'x' has shape \({own}, 256\) on process {i}, and had \({other}, 256\) on"
+            assert bool(re.search(told, warned)) == (name == "plain") and (warned == "[]") == (
+                name == "weighted"
+            )
 
 
 # --- Restored states ------------------------------------------------------------------------------

@@ -210,6 +210,7 @@ class TestAnotherVersionOfJax:
             compat.coordination_client()
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_the_former_name_of_compression_warns_and_serves():
     """A warning of the user's line; both names at once are refused."""
     tree = {"w": jnp.ones((8, 64))}

@@ -438,6 +438,7 @@ def test_all_that_was_saved_finds_its_place_or_is_named(way, before, after, name
         dq.optax.restore_state(saved, state(after))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_a_memory_without_a_place_is_named():
     params = {"in": jnp.ones((64, 64))}
     make = lambda method: dq.optax.init(
@@ -469,6 +470,7 @@ def test_states_from_shapes_alone_and_inside_of_jit(kind):
 
 
 @pytest.mark.parametrize("way", ["all_reduce", "sharded"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_states_keep_their_types(way):
     """Else the second step compiles anew, weak types included."""
     if way == "all_reduce":

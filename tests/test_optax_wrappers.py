@@ -9,7 +9,7 @@ import optax
 import optax_steps
 import pytest
 from asserts import assert_close, assert_same_bits
-from cases import EXACT, daily, small
+from cases import CHEAP, EXACT, daily, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax import contrib, transforms
@@ -127,6 +127,28 @@ def test_in_its_place_a_wrapper_trains_as_plain_optax_does(name, function, where
     optimizer = wrap(ours(SGD)) if where == "around" else ours(wrap(SGD))
     params, _ = trained(optimizer, PLACES[name, function, where])
     assert_close(params, optax_steps.plain(promoting(wrap(SGD)), loss_fn, *problem(4)))
+
+
+def test_what_follows_sharded_in_a_chain_is_refused_unless_differences_are_exact():
+    """The next difference would bring back what it withholds or scales."""
+    mesh = auto_mesh()
+    rough = dq.optax.sharded(SGD, "data", compression=CHEAP)
+    chained = {
+        "apply_every": optax.chain(rough, optax.apply_every(2)),
+        "scale": optax.chain(optax.chain(rough), optax.identity(), optax.scale(0.5)),
+    }
+    for name, optimizer in chained.items():
+        told = rf"^{name} comes after dq.optax.sharded .*optax.chain\(inner, {name}"
+        with pytest.raises(ValueError, match=told):
+            traced(optimizer, mesh, True)
+    traced(optax.chain(rough, optax.zero_nans()), mesh, True)
+    for place in (
+        lambda inner: optax.chain(FUNCTIONS["sharded"](inner), optax.apply_every(2)),
+        lambda inner: FUNCTIONS["sharded"](optax.chain(inner, optax.apply_every(2))),
+    ):
+        found, _ = trained(place(SGD))
+        expected = optax.chain(SGD, optax.apply_every(2))
+        assert_close(found, optax_steps.plain(promoting(expected), loss_fn, *problem(4)))
 
 
 def labelled(optimizers, label):

@@ -50,6 +50,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", daily(CASES, ["dither", "plain", "one worker"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_packed_shards_have_the_bits_of_an_all_gather(name):
     method, options = CASES[name]
     axes = ("data", "model") if name == "two axes" else "data"
@@ -74,6 +75,7 @@ def test_packed_shards_have_the_bits_of_an_all_gather(name):
     assert_copies_equal(found)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_layers_of_a_scan_are_packed_layer_by_layer():
     layers = np.float32(np.random.default_rng(0).standard_normal((3, N * 8, 64)))
 

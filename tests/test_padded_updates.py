@@ -341,6 +341,50 @@ def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
     np.testing.assert_array_equal(found["w"], state.masters["w"])
 
 
+MOVES = [(3, 8, 1), (8, 3, 6), (1, 4, 2), (6, 8, 4), (2, 6, 1), (4, 3, 8)]
+CHAINS = [(counts, deferred) for counts in MOVES for deferred in (True, False)]
+
+
+@pytest.mark.filterwarnings("ignore:.*have no dimension that the")
+@pytest.mark.parametrize(("counts", "deferred"), daily(CHAINS, CHAINS[:1]))
+def test_no_number_of_workers_loses_an_update(counts, deferred):
+    """Some numbers of workers pad a leaf, some divide it, and some keep it whole."""
+    shapes = [(7, 7), (9,), (5, 3), (3, 3, 3), (2, 13), (4,), ()]
+    rng, rule = np.random.default_rng(counts), optax.sgd(0.5, momentum=0.5)
+    normal = lambda: [np.float32(rng.standard_normal(shape)) for shape in shapes]
+    exact = small(dq.F32(), min_bucket_bytes=0)
+    optimizer = promoting(
+        dq.optax.sharded(rule, "data", compression=exact, differences=exact, deferred=deferred)
+    )
+    found = expected = normal()
+    state = None
+    momenta = rule.init(expected)
+    for n in counts:
+        mesh = auto_mesh(n)
+        fresh = dq.optax.init(optimizer, found, mesh)
+        state = fresh if state is None else dq.optax.restore_state(state, fresh)
+        assert_close(state.unpadded(), expected)
+        assert_close(jax.device_get(dq.optax.gathered(put(found, mesh), state, mesh)), expected)
+        maps = {"in_specs": (P(), dq.optax.state_specs(state), P("data"))}
+        maps["out_specs"] = maps["in_specs"][:2]
+
+        def step(params, state, grads):
+            params = dq.optax.gathered(params, state)
+            grads = given(params, state, grads)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        step = jax.jit(jax.shard_map(step, mesh=mesh, check_vma=False, **maps))
+        found = put(found, mesh)
+        for _ in range(2):
+            grads = normal()
+            own = [np.stack([x] * n) for x in grads]
+            found, state = step(found, state, put(own, mesh, P("data")))
+            updates, momenta = rule.update(grads, momenta, expected)
+            expected = jax.tree.map(lambda x, u: x + np.asarray(u), expected, updates)
+        found, state = jax.device_get((found, state))
+
+
 def test_what_does_not_fit_is_refused():
     """An end that is not zero is a part of another model; a wrong parameter is no padded one."""
     params, steps = trained()
@@ -478,6 +522,7 @@ def test_large_leaves_that_travel_exactly_are_told_too():
     assert dq.explain({"b": leaf}, 8, compression=excluded, verbose=False).padded == ()
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_bytes_of_state_and_wire_shrink_and_are_told():
     params = {
         "bias": np.ones(1001, "f"),

@@ -115,6 +115,7 @@ def by_sequential(params):
 
 
 @pytest.mark.parametrize("reduce", [by_psum, by_psum_scatter, by_all_gather, by_sequential])
+@pytest.mark.usefixtures("padding_is_free")
 def test_seeds_of_all_layers_are_one_hash(reduce):
     """A hash is 220 operations. One for each of 64 layers would be a fourth of the program."""
     assert 0 < hashes(reduce, 3) == hashes(reduce, 8) <= 3
@@ -138,7 +139,6 @@ def test_a_plan_does_not_grow_with_widths(n_workers):
     assert plan((2, 4, 6, 8, 10, 12)) == plan((2, 4, 6)) < 160
 
 
-@pytest.mark.usefixtures("padding_counts")
 @pytest.mark.parametrize("name", ["psum", "pmean"])
 @pytest.mark.parametrize("axes", [("data",), ("data", "model")])
 def test_what_travels_natively_costs_what_it_costs_lax(name, axes):

@@ -39,6 +39,7 @@ def is_leaf(x):
 
 @hypothesis.given(trees, st.sampled_from(COMPRESSED), st.integers(1, 5), st.booleans())
 @hypothesis.settings(deadline=None, max_examples=25, derandomize=True, database=None)
+@pytest.mark.usefixtures("padding_is_free")
 def test_any_tree_keeps_structure_shapes_and_dtypes(spec, dtype, n, mean):
     """Traced only: the same avals as lax.psum and lax.pmean return."""
     spec = {"tree": spec, "large": ((13, 31), dtype)}  # so that something is compressed
@@ -66,6 +67,7 @@ ROUNDED += [(EVERY_METHOD[name].method, None, 0.05) for name in ("minmax", "mxfp
 
 
 @pytest.mark.parametrize(("method", "key", "least"), daily(ROUNDED, ROUNDED[:3]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_a_bucket_does_not_depend_on_others_and_equal_ones_are_rounded_differently(
     method, key, least
 ):

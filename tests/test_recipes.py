@@ -11,13 +11,12 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+import uneven_worker
 from cases import daily
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
-
-pytestmark = pytest.mark.usefixtures("padding_counts")
 
 ROOT = Path(__file__).parent.parent
 
@@ -30,12 +29,12 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
-    "health", "sharded jit", "train state", "nnx optimizer", "nnx", "linen", "linen norm",
-    "explicit", "meshes", "constraints", "several hosts", "scan",
-    "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
-    "loss scaling", "weight", "private", "budget", "grid", "by path", "by step", "by step optax",
-    "by step switch", "metrics",
+    "jit", "auto", "auto window", "auto specs", "closed", "optax", "accumulation", "checkpoint",
+    "sharded", "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint",
+    "pmap", "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts",
+    "scan", "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
+    "loss scaling", "weight", "uneven", "private", "budget", "grid", "by path", "by step",
+    "by step optax", "by step switch", "metrics",
 ]  # fmt: skip
 
 
@@ -268,6 +267,14 @@ def of_a_table(found):
     return np.isclose(found["loss"], value, rtol=1e-5)
 
 
+def of_a_generator(found):
+    """The generator went on by one key in the loss and one after it, as in plain JAX."""
+    plain = found["Keys"](jax.random.key(0))
+    plain()
+    data = [jax.random.key_data(key) for key in (plain(), found["key"])]
+    return np.array_equal(*data) and finite(found["grads"]["hidden"]["kernel"])
+
+
 def of_statistics(found):
     """The loss of the whole batch, and running averages of it."""
     own = found["weights"], found["stats"], found["batches"][0]
@@ -301,6 +308,7 @@ PRINTED = [
      lambda found: int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())),
     (["auto", "auto window"], "", of_windows),
     (["auto specs"], r"loss \d\.\d{3}\n", of_a_table),
+    (["closed"], r"loss 0\.\d{3}\n", of_a_generator),
     (["optax"], r"loss 0\.\d{3}, vNMSE \d\.\de-0\d\n", of_optax),
     (["optax", "accumulation"], r"\n3 reductions in 12 steps\n",
      lambda found: finite(found["trained"]["out"]["kernel"])),
@@ -324,8 +332,12 @@ PRINTED = [
     (["sequential", "scattered", "deferred"], r"\ndeferred: loss 0\.", of_deferred),
     (["loss scaling"], "scale 16384\n", of_finite_parameters),
     (["weight"], "all finite: True\n", None),
+    (["uneven"], r"loss 0\.\d{3} of the last 5 rows\n", uneven_worker.check),
     (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
     (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
+    (["nnx optimizer", "nnx checkpoint"], r"loss 0\.\d{3}\nstep 12\n",
+     lambda found: found["optimizer"].opt_state.gaps.value.shape[0] == 4),
+    (["pmap"], r"loss 0\.\d{3}\n", lambda found: finite(found["per_device"]["out"]["kernel"])),
     (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
     (["grid"], "", of_a_grid),
     (["by path"], r"\['norm'\]\['scale'\] .* exact: excluded ",

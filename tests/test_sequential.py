@@ -340,6 +340,7 @@ def test_a_function_in_rounds_gives_what_it_gives_at_once(function, expected, ch
     [(dq.Direct(), 3), (dq.Ring(unroll_up_to=N), N + 1), (dq.Butterfly(), 4)],
     ids=["direct", "ring", "butterfly"],
 )
+@pytest.mark.usefixtures("padding_is_free")
 def test_rounds_of_an_all_reduce(topology, count):
     """The statistics, every hop, and the sums."""
     x = jax.random.normal(jax.random.key(0), (N, 2048))

@@ -225,6 +225,7 @@ def test_exact_shards_have_the_gradients_of_one_device(name):
 
 
 @pytest.mark.parametrize("functions", daily([FUNCTIONS, REMAT], [REMAT]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_payloads_that_stay_are_not_gathered_again(functions):
     params, examples = problem()
 
@@ -240,6 +241,7 @@ def test_payloads_that_stay_are_not_gathered_again(functions):
 @pytest.mark.parametrize(
     ("key", "reshard"), daily([(None, True), (7, True), (7, False)], [(7, True), (7, False)])
 )
+@pytest.mark.usefixtures("padding_is_free")
 def test_both_passes_gather_the_same_bits(key, reshard):
     """The gradient of a product with the parameters says what the backward pass has gathered."""
     params = [np.float32(x) for x in np.random.default_rng(0).standard_normal((3, 8, 64))]
@@ -285,6 +287,7 @@ def gathers_ahead(traced):
 
 
 @pytest.mark.parametrize("gather", [F32, SOME], ids=["exact", "dynamiq"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_gathers_travel_beside_functions(gather):
     """When a layer is reached, in both passes, a gather has begun that it takes nothing of."""
     params, examples = problem()

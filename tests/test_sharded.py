@@ -71,6 +71,7 @@ SLICED = [(dimension, tiled) for tiled in (True, False) for dimension in (0, 1)]
 
 
 @pytest.mark.parametrize(("dimension", "tiled"), daily(SLICED, [(1, True)]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_slices_have_the_shapes_and_values_of_lax(dimension, tiled):
     """Leaves of all kinds; no slice is a multiple of anything."""
     length, other = (12, 7) if tiled else (4, 9)
@@ -97,6 +98,7 @@ GATHERED = [(0, True), (1, True), (-1, True), (0, False), (2, False), (-1, False
 
 
 @pytest.mark.parametrize(("axis", "tiled"), daily(GATHERED, [(1, True), (0, False)]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_gathered_leaves_have_the_shapes_and_values_of_lax(axis, tiled):
     n = 3
     method = dq.Compression(EIGHT_BITS.method, min_leaf_size=600, min_bucket_size=600)

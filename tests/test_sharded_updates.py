@@ -134,6 +134,24 @@ def test_exact_halves_train_as_plain_optax_does(rule, axes, topology):
     assert (int(state.step), int(state.skipped)) == (4, 0)
 
 
+@pytest.mark.usefixtures("padding_is_free")
+def test_leaves_that_are_split_along_unlike_dimensions_share_a_bucket():
+    """Each dimension alone has too few coordinates for a bucket of its own."""
+    shapes = {"first": (128, 9), "second": (9, 128), "third": (3, 3, 128)}
+    params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    method = dataclasses.replace(CHEAP, min_bucket_size=3 * 9 * 128)
+    optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method, differences=method)
+
+    def update(params, grads):
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    maps = {"in_specs": (P(), P()), "out_specs": P(), "check_vma": False}
+    run = jax.shard_map(update, mesh=auto_mesh(), **maps)
+    text = str(jax.make_jaxpr(run)(params, params))
+    assert len(re.findall(r"= all_to_all", text)) == 1 and "reduce_scatter" not in text
+    assert not re.findall(r"f32\[[\d,]+\] = all_gather", text)
+
+
 class Fields(NamedTuple):
     """Parameters in another order than that of their names, split along unlike dimensions."""
 
@@ -292,16 +310,19 @@ def test_every_step_has_noise_of_its_own(compressed):
     assert np.mean(np.asarray(first["in"]) != np.asarray(other["in"])) > 0.1
 
 
-def test_outside_of_maps_on_explicit_axes():
-    """The loss is that of all examples; `test_ways` has a mesh of one axis."""
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda x: x.name)
+def test_outside_of_maps_another_axis_splits_leaves(kind):
+    """On Explicit axes the loss is that of all examples; `test_ways` has a mesh of one axis."""
     specs = {"in": P("model"), "odd": P(), "out": P(None, "model"), "neither": P(), "scale": P()}
     params, batches = problem()
-    optimizer, mesh = make("adamw", max_norm=0.5), mesh_of(4, 2, kind=AxisType.Explicit)
+    optimizer, mesh = make("adamw", max_norm=0.5), mesh_of(4, 2, kind=kind)
+    explicit = kind == AxisType.Explicit
 
     def loss(params, x):
-        return loss_fn(params, jax.reshard(x, P("data")))
+        return loss_fn(params, jax.reshard(x, P("data")) if explicit else x)
 
-    grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, reduce=False)
+    told = {"mesh": mesh, "specs": None if explicit else specs, "reduce": False}
+    grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, **told)
 
     @jax.jit
     def step(params, state, x):
@@ -310,7 +331,7 @@ def test_outside_of_maps_on_explicit_axes():
 
     with jax.set_mesh(mesh):
         found = put(params, mesh, specs)
-        state = dq.optax.init(optimizer, found, mesh)
+        state = optimizer.init(found)
         norms = []
         for x in batches[:3]:
             found, state = step(found, state, put(x, mesh, P("data")))
@@ -391,7 +412,7 @@ def test_what_does_not_go_is_refused():
     for words, call, *args in (
         ("how many workers axis 'data' has; call dq.optax.init", optimizer.init, params),
         (r"optimizer.update\(grads, opt_state, params\)", optimizer.update, params, state),
-        ("no map over axis 'data', and no mesh of Explicit axes", optimizer.update, params, state,
+        ("no map over axis 'data', and no mesh that has it", optimizer.update, params, state,
          params),
         ("max_norm=0 must be above 0", lambda: make("sgd", max_norm=0)),
         (r"leaf in is sharded over \['data'\]", init, make("sgd", specs=over_data), params),

@@ -7,6 +7,8 @@ trainings and links that are cut.
 import os
 import re
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -15,8 +17,11 @@ import pytest
 from cases import daily
 from supervised import Supervised
 
-from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode, parse_hosts
-from dynamiq_jax.commands.run.supervisor import Settings
+from dynamiq_jax.commands.run.addresses import Book, parse_hosts
+from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode
+from dynamiq_jax.commands.run.child import Child
+from dynamiq_jax.commands.run.supervisor import Settings, Supervisor
+from dynamiq_jax.core.interrupts import of_command
 
 ALONE = ("--min-hosts", "1", "--wait", "0.5")
 VICTIM = 1
@@ -118,17 +123,180 @@ def test_without_a_process_that_waits_another_starts(tmp_path):
 
 
 @pytest.mark.release
-def test_a_consequence_does_not_hide_the_cause(tmp_path):
-    """The others' processes end by themselves before the silence of host 1 is noticed."""
+@pytest.mark.parametrize(("dies", "others"), [("supervisor", "peer"), ("process", "exit")])
+def test_the_end_of_other_processes_does_not_hide_the_cause(tmp_path, dies, others):
+    """They end by themselves, before it is noticed that host 1 is silent or has been killed."""
     with Supervised(tmp_path, 3, *QUICK, "--restarts", "0") as hosts:
         hosts.start()
         hosts.until_said(BEGUN, seconds=30)
-        hosts.processes[VICTIM].kill()
-        hosts.order(0, "peer")
-        hosts.order(2, "peer")
+        if dies == "process":
+            hosts.order(VICTIM, "kill")
+        else:
+            hosts.processes[VICTIM].kill()
+        hosts.order(0, others)
+        hosts.order(2, others)
         assert hosts.statuses(0, 2) == [1, 1]
         for i in (0, 2):
-            assert "host 1 (127.0.0.1): no heartbeat" in hosts.last(i)
+            cause = "killed by SIGKILL" if dies == "process" else "no heartbeat"
+            assert f"host 1 (127.0.0.1): {cause}" in hosts.last(i)
+
+
+MET = "[Gloo] Rank 1 is connected to 2 peer ranks. Expected number of connected peer ranks is : 2"
+ENDS = {
+    "os._exit(7)": (7, "ended with status 7: begun", False),
+    "os.kill(os.getpid(), 11)": (-11, "killed by SIGSEGV: begun", False),
+    "raise RuntimeError('[external/gloo/gloo/pair.cc:98] timed out')": (1, "timed out", True),
+    "raise OSError('connect: No route to host')": (1, "No route to host", True),
+    "raise ValueError('my own')": (1, "ended with status 1: ValueError: my own", False),
+}
+"""{what a process does last: its status, its text, whether another one's end may be the cause}"""
+
+
+@pytest.mark.parametrize("last", ENDS)
+def test_a_greeting_is_no_reason_for_an_end(last):
+    """Gloo tells when a process has met the others; that was taken for the reason of its end."""
+    code = f"import os; print('begun', flush=True); print({MET!r}, flush=True); {last}"
+    child = Child([sys.executable, "-S", "-c", code], {}, lambda line: None)
+    while (end := child.ended()) is None:
+        time.sleep(0.01)
+    child.close()
+    status, text, consequence = ENDS[last]
+    assert (end.status, end.consequence) == (status, consequence)
+    assert text in end.text
+
+
+# --- One supervisor, in this process --------------------------------------------------------------
+
+
+def supervisor(hosts="127.0.0.1:29610,127.0.0.1:29640", **fields):
+    fields = {"host": 0, "command": ["true"], "least": 1} | fields
+    return Supervisor(Settings(hosts=parse_hosts(hosts), **fields))
+
+
+def test_a_supervisor_that_starts_anew_says_that_its_host_was_killed():
+    own = supervisor()
+    own.beat = Beat(host=0, phase=Phase.RUNNING, generation=3, members=(0, 1))
+    beat = Beat(host=1, phase=Phase.RUNNING, generation=3, members=(0, 1), hears=(0,))
+    own.take(beat.encode(own._run))
+    assert own._anew == set()
+    own.take(Beat(host=1, hears=(0,)).encode(own._run))
+    assert own._cause() == "host 1 (127.0.0.1): killed with its supervisor, which has started anew"
+
+
+def test_a_port_in_use_is_named(capfdbinary):
+    (first, _) = parse_hosts(text := "127.0.0.1:29610,127.0.0.1:29640")
+    with socket.socket(type=socket.SOCK_DGRAM) as other:
+        other.bind(("", first.port))
+        with pytest.raises(OSError, match=r"^UDP port 29610 of host 0 is in use on this machine"):
+            supervisor(text).run()
+    with socket.socket() as other:  # of the coordinator's in the second generation
+        other.bind(("", first.port + 3))
+        other.listen()
+        assert [supervisor(text)._free(generation) for generation in (1, 2)] == [1, 3]
+    assert (
+        b"TCP port 29613, for JAX's coordinator: Address already in use"
+        in capfdbinary.readouterr()[0]
+    )
+
+
+def test_addresses_follow_a_file_and_servers_of_names(tmp_path, monkeypatch):
+    file, said, heard = tmp_path / "hosts", [], set()
+    file.write_text("# supervisors\n127.0.0.1:2000\n\npod-1.jaxpods:2000  # of a service\n")
+    asked = []
+
+    def getaddrinfo(name, port, *_):
+        asked.append(name)
+        if len(asked) == 1:
+            raise OSError("not yet")
+        return [(None, None, None, "", (f"10.0.0.{len(asked)}", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    book = Book(parse_hosts(f"@{file}"), file, heard.__contains__, said.append)
+    assert book.numbers == [("127.0.0.1", 2000), None]
+    book.look_up()
+    assert book.numbers[1] is None
+    book.look_up()
+    assert book.numbers[1] == ("10.0.0.2", 2000)
+    book.look_up()  # a host that is silent may have got another number
+    assert book.numbers[1] == ("10.0.0.3", 2000)
+    heard.add(1)
+    book.look_up()
+    assert book.numbers[1] == ("10.0.0.3", 2000) and not said
+    for wrong, complaint in (("127.0.0.1:2000", "has 1 hosts, and this run 2"), ("x", "NAME:PORT")):
+        file.write_text(wrong)
+        book.look_up()
+        book.look_up()
+        assert complaint in said.pop() and not said
+    file.write_text("127.0.0.1:2000\n127.0.0.9:2009\n")
+    book.look_up()
+    assert book.numbers[1] == ("127.0.0.9", 2009) and book.hosts[1].name == "127.0.0.9"
+
+
+@pytest.mark.release
+def test_a_host_comes_back_at_another_address(tmp_path):
+    """Its line in the file is another one then, which the others follow."""
+    with Supervised(tmp_path, 3, *QUICK[:4]) as hosts:
+        own = hosts.hosts.split(",")
+        (file := tmp_path / "hosts").write_text("\n".join(own))
+        hosts.hosts = f"@{file}"
+        hosts.start()
+        hosts.until_said(BEGUN, seconds=30)
+        hosts.until(lambda: hosts.reached(1) > 0)
+        hosts.processes[0].kill()
+        hosts.until_said(r"start \d+ with 2 hosts, without host 0", 1, 2)
+        name, _, port = own[0].partition(":")
+        file.write_text("\n".join([f"{name}:{int(port) + 15}", *own[1:]]))
+        hosts.start(0)
+        hosts.until_said(r"start \d+ with 3 hosts\nrank \d of 3 from [1-9]", seconds=30)
+
+
+def test_one_host_alone_is_told_that_hangs_are_not_seen(tmp_path):
+    command = [sys.executable, "-S", "-c", "import time; time.sleep(1.5)"]
+    with Supervised(tmp_path, 1, "--stall", "0.5", command=command) as hosts:
+        hosts.start()
+        assert hosts.statuses(seconds=30) == [0]
+        told = r"has written no step into \$DYNAMIQ_JAX_PROGRESS for 0.5 s: .* is not noticed"
+        assert len(re.findall(told, hosts.said(0))) == 1
+        assert hosts.last(0).endswith("the run has ended well")
+
+
+@pytest.mark.parametrize("seconds", daily([0.1, 0.3, 0.6, 1.0, 2.0, 4.0, 6.0], [0.6]))
+def test_an_interrupt_ends_a_run_whenever_it_comes(tmp_path, seconds):
+    """While JAX was imported, Python's exception could be lost, and the run began."""
+    with Supervised(tmp_path, 1) as hosts:
+        hosts.start()
+        time.sleep(seconds)
+        hosts.processes[0].send_signal(signal.SIGINT)
+        assert hosts.statuses(seconds=30)[0] in (-signal.SIGINT, 143, 1)
+        assert "Traceback" not in hosts.said(0)
+
+
+def test_a_second_interrupt_does_not_wait_for_a_process_that_saves(tmp_path):
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on'); time.sleep(100)"
+    command = [sys.executable, "-S", "-u", "-c", code]
+    with Supervised(tmp_path, 1, command=command) as hosts:
+        hosts.start()
+        hosts.until_said("^on$|\non\n", seconds=30)
+        for _ in range(2):
+            hosts.processes[0].send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert hosts.statuses() == [143]
+        assert "told to end a second time, without saving" in hosts.said(0)
+
+
+@pytest.mark.parametrize(
+    ("argv0", "words", "expected"),
+    [
+        ("-m", ["python", "-u", "-m", "dynamiq_jax", "run"], True),
+        ("/usr/bin/dynamiq-jax", ["python", "/usr/bin/dynamiq-jax"], True),
+        ("-m", ["python", "-m", "trainer", "-m", "dynamiq_jax"], False),  # imports us
+        ("train.py", ["python", "train.py"], False),
+        ("", ["python"], False),
+        ("-c", ["python", "-c", "import dynamiq_jax"], False),
+    ],
+)
+def test_only_the_command_changes_what_an_interrupt_does(argv0, words, expected):
+    assert of_command(argv0, words) == expected
 
 
 def test_groups_are_of_hosts_that_hear_each_other():
@@ -169,7 +337,7 @@ def test_bad_options_are_refused(options, message):
         Settings(**fields | options)
 
 
-@pytest.mark.parametrize("text", ["a:2000", "a:2000,a:2000", "a,b:2000", "a:80,b:2000", "a:x,b:2"])
+@pytest.mark.parametrize("text", ["", "a:2000,a:2000", "a,b:2000", "a:80,b:2000", "a:x,b:2"])
 def test_bad_lists_of_hosts_are_refused(text):
     with pytest.raises(ValueError, match=r"hosts=.*(give|names a host twice)"):
         parse_hosts(text)

@@ -127,6 +127,7 @@ def errors(first, rounds):
         yield float(vnmse(masters, expected)), float(vnmse(copy, expected))
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_workers_are_equal_after_outer_steps_but_for_their_moments(compressed):
     """Whoever was away."""
     _, rounds = compressed

@@ -11,7 +11,6 @@ import pytest
 from test_recipes import NAMES, RECIPES, START, blocks, execute, promoted  # noqa: F401
 
 pytestmark = [
-    pytest.mark.usefixtures("padding_counts"),
     # Keras and equinox use what newer versions of JAX and NumPy deprecate.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:(keras|equinox)"),
 ]

@@ -80,6 +80,7 @@ STATES = [
 
 
 @pytest.mark.parametrize("method", daily(STATES, STATES[:1]), ids=["ef14", "ef21"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), []
     for transport in ("collectives", "permutes"):
@@ -97,6 +98,7 @@ def test_states_and_metrics_do_not_depend_on_the_transport(method):
     assert_close(*found, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_slices_of_a_psum_scatter_travel_by_permutes_too():
     n, x = 4, integers(4, 4 * SIZE)
     method = small(dq.DynamiQ(widths=(16,), bits=18), topology=dq.Direct(transport="permutes"))
@@ -138,6 +140,7 @@ def peers(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
     monkeypatch.setattr(xla, "in_one_domain", lambda: True)
+    monkeypatch.setattr(xla, "_told", {})
     for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS", CHANNELS, *SOCKETS):
         monkeypatch.setenv(name, "")  # so that what a test sets is gone after it
         monkeypatch.delenv(name)
@@ -205,10 +208,10 @@ def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
         ({"NCCL_CONF_FILE": f"{SOCKETS[0]}=2"}, None, (None, None)),
     ],
 )
-def test_a_decorated_step_chooses_nccls_sockets_where_nobody_has(
+def test_the_first_call_between_hosts_chooses_nccls_sockets_where_nobody_has(
     given, vendor, chosen, peers, tmp_path
 ):
-    """Ahead of JAX's backend: NCCL reads the variables at a process's first collective."""
+    """NCCL reads the variables at a process's first collective. Decorating sets nothing."""
     if vendor:
         (tmp_path / "vendor").write_text(f"{vendor}\n")
     peers.setattr(xla, "_VENDORS", str(tmp_path / "*"))
@@ -218,13 +221,23 @@ def test_a_decorated_step_chooses_nccls_sockets_where_nobody_has(
             value = str(tmp_path / "nccl.conf")
             peers.setattr(xla, "_VENDORS", str(tmp_path / "none"))
         peers.setenv(name, value)
+    before = dict(os.environ)
     peers.setattr(jax, "default_backend", lambda: pytest.fail("starts the backend"))
     xla.jit(lambda x: x)
-    assert tuple(map(os.environ.get, SOCKETS)) == chosen
+    step = xla.jit(donate_argnums=())(lambda x: x)
+    peers.setattr(jax, "default_backend", lambda: "cpu")
+    step.trace(1.0)
+    assert dict(os.environ) == before
     peers.setattr(jax, "default_backend", lambda: "gpu")
     peers.setattr(xla, "_between_hosts", lambda: True)
-    for name, value in zip(SOCKETS, chosen, strict=True):
-        assert f"{name}={value or 'by NCCL'}" in xla.between_hosts()
+    for who in ("by the first call of a function of dq.jit", "by dq.jit"):
+        said = xla.between_hosts()
+        for name, value in zip(SOCKETS, chosen, strict=True):
+            assert f"{name}={value or 'by NCCL'}" in said
+        assert (f"({who})" in said) == (None not in chosen)
+        assert dict(os.environ) == before or who == "by dq.jit"
+        xla.jit(lambda x: x).trace(1.0)
+    assert tuple(map(os.environ.get, SOCKETS)) == chosen
 
 
 def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
@@ -261,7 +274,7 @@ def test_what_jit_traces_knows_of_its_options(peers):
 
 
 def test_jit_is_a_function_of_jax_jit_and_of_classes():
-    @partial(dq.jit, static_argnames="power", donate_argnums=())
+    @dq.jit(static_argnames="power", donate_argnums=())
     def f(x, *, power):
         """Raises."""
         return x**power
@@ -282,6 +295,10 @@ def test_jit_is_a_function_of_jax_jit_and_of_classes():
     assert float(Trainer().step(2.0)) == 6.0
     with pytest.raises(ValueError, match="nothing"):
         dq.jit(lambda x: x, static_argnames="nothing")
+    with pytest.raises(ValueError, match="nothing"):
+        dq.jit(static_argnames="nothing")(lambda x: x)
+    with pytest.raises(TypeError, match="donated"):
+        dq.jit(donated=0)
 
 
 def test_jit_starts_no_backend_where_it_decorates():

@@ -41,8 +41,8 @@ EXACT = [
 """All ways but those that average nothing, or always in 16 bits."""
 BF16 = [
     "auto:f32", "explicit:f32", "dp:f32", "zero:f32/f32", "zero-pipeline:f32/f32",
-    "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp", "fsdp:f32/f32",
-    "fsdp-layers-checkpoint:f32/f32", "fsdp-explicit-checkpoint:f32/f32",
+    "zero-auto:f32/f32", "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp",
+    "fsdp:f32/f32", "fsdp-layers-checkpoint:f32/f32", "fsdp-explicit-checkpoint:f32/f32",
 ]  # fmt: skip
 """Functions take parameters in bf16."""
 COMPRESSED = [

@@ -48,6 +48,7 @@ def expected(x, weights=WEIGHTS):
 
 @pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 @pytest.mark.parametrize("method", [EXACT, EIGHT], ids=["f32", "dynamiq"])
+@pytest.mark.usefixtures("padding_is_free")
 def test_it_is_the_sum_of_weight_times_leaf_over_the_sum_of_weights(check_vma, method):
     found = mapped(check_vma, compression=method)(tree(), jnp.asarray(WEIGHTS))
     for name, x in tree().items():
@@ -71,6 +72,7 @@ def test_the_largest_weights_count_as_others():
     np.testing.assert_allclose(found, np.broadcast_to(expected(x, weights), x.shape), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("padding_is_free")
 def test_what_weighs_nothing_may_be_nan():
     x = tree()
     bad = jax.tree.map(lambda leaf: leaf.at[2].set(jnp.nan), x)

@@ -573,8 +573,9 @@ def _placed(array: np.ndarray, impl: str | None, like: Any) -> Any:
 
 
 def _put(array: np.ndarray, like: Any) -> Any:
-    """An array where ``like`` is; on the default device if that is nowhere."""
-    if like.sharding is None:
+    """An array where ``like`` is; on the default device, not bound to it, if nobody placed that."""
+    # A program moves what nobody placed to its devices, and refuses what is on others.
+    if like.sharding is None or not getattr(like, "committed", True):
         return jnp.asarray(array)
     placed = jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
     return placed.block_until_ready()  # the host's memory is free then

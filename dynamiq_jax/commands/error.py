@@ -26,6 +26,11 @@ from dynamiq_jax.methods.metrics import vnmse
 
 AXIS = "data"
 SUPER_GROUP = 256
+PREDICTS = (
+    "vNMSE does not predict the loss: compare losses of short trainings, or the worst leaf's error "
+    "of a gradient (--gradients; docs/training-quality.md)"
+)
+"""The line under the table."""
 
 
 class Leaves(NamedTuple):
@@ -116,6 +121,7 @@ def command(
     title = f"vNMSE on {what}, {shape[0]} workers, {seeds} seed(s)"
     columns = tables.ERROR_COLUMNS + (tables.LEAF_COLUMNS if leaves.names else ())
     tables.report(rows, columns, title, jax.devices()[:1], json_file)
+    typer.echo(PREDICTS)
 
 
 def load(file: Path, n_workers: int | None) -> tuple[jax.Array, Leaves]:

@@ -25,8 +25,8 @@ from dynamiq_jax.tree.leaves import Leaf
 
 FACT_BYTES = 4096
 """The longest text of one fact of one process; longer ones are cut and hashed."""
-PATIENCE, LONG_PATIENCE = 60.0, 600.0
-"""Seconds for which a process waits for another one in `compare_first`, and in `check`."""
+PATIENCE, LONG_PATIENCE, SHORT_PATIENCE = 60.0, 600.0, 20.0
+"""Seconds for which a process waits in `compare_first`, in `check`, and in `compare_batches`."""
 ABSENT = "processes"
 """The name of the difference that a process does not come."""
 _COMPLAINT = (
@@ -103,15 +103,12 @@ def compare_first(
 
     A process waits for others once for each collective at most.
     """
-    client = coordination_client()
-    if client is None or jax.process_count() == 1 or (collective, client) in _compared:
-        return
     mesh = get_abstract_mesh()
-    if mesh.size != jax.device_count() or set(axis.names).isdisjoint(mesh.manual_axes):
-        return  # some processes may not take part, or this one traces for itself
-    if all(leaf.shape == () for leaf in leaves) or os.environ.get("DYNAMIQ_JAX_AGREEMENT") == "0":
+    if set(axis.names).isdisjoint(mesh.manual_axes) or all(leaf.shape == () for leaf in leaves):
+        return  # this process traces for itself, or it is no collective of gradients
+    client = _to_ask(collective, mesh)
+    if client is None:
         return
-    _compared.add((collective, client))
     found = _exchange(client, f"first {collective}", versions() | tell(), PATIENCE)
     text = "; ".join(found.values())
     if ABSENT not in found and found.keys() & {"axis_name", "tree"}:
@@ -124,6 +121,48 @@ def compare_first(
             "set DYNAMIQ_JAX_AGREEMENT=0 on all processes; if not, they may wait for each other "
             "for ever, and check_agreement of a dq.Compression tells what differs",
         )
+
+
+def compare_batches(tell: Callable[[], dict[str, tuple[int, ...]]], mesh: Any, remedy: str) -> None:
+    """Warns if another process runs a program for batches of other shapes.
+
+    An array of all processes has one shape. So a process whose batch has fewer rows than the
+    others' takes the array for a smaller one, and compiles a program of its own.
+    """
+    if coordination_client() is None:
+        return
+    mine = tell()
+    text = json.dumps(mine)
+    what = f"batches {zlib.crc32(text.encode()):08x}"
+    client = _to_ask(what, mesh)
+    if client is None:
+        return
+    me, place = jax.process_index(), "dynamiq_jax/last batches"
+    client.key_value_set(f"{place}/{me}", text, allow_overwrite=True)
+    if not _exchange(client, what, {}, SHORT_PATIENCE):
+        return
+    for key, text in sorted(client.key_value_dir_get(place)):
+        theirs = {name: tuple(shape) for name, shape in json.loads(text).items()}
+        if other := [name for name in mine | theirs if mine.get(name) != theirs.get(name)]:
+            process, name = key.rpartition("/")[2], other[0]
+            warn(
+                "processes pass batches of different sizes, each as if all had as many rows: "
+                f"{name!r} has shape {mine.get(name)} on process {me}, and had "
+                f"{theirs.get(name)} on process {process} when that last compiled a program. "
+                f"The result is then the mean of workers' means, not that of all rows. {remedy}"
+            )
+            return
+
+
+def _to_ask(what: str, mesh: Any) -> Any:
+    """The coordination service, once for each ``what``; `None` if there is nobody to ask."""
+    client = coordination_client()
+    if client is None or jax.process_count() == 1 or (what, client) in _compared:
+        return None
+    if mesh.size != jax.device_count() or os.environ.get("DYNAMIQ_JAX_AGREEMENT") == "0":
+        return None  # some processes may not take part
+    _compared.add((what, client))
+    return client
 
 
 def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:

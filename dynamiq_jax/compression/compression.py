@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.plan.plan import Kind, Native, Plan
+from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical
 from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
@@ -204,13 +205,14 @@ class Compression(Options):
         kind: Kind = "all-reduce",
         *,
         without: Collection[int] = (),
+        keyed: bool = False,
         **options: bool,
     ) -> Plan:
         """Decides how leaves, as one device passes them to a collective, travel: the only place.
 
         Leaves in ``without`` are in no bucket, and `Plan.apart` has the large ones of them. An
-        all-reduce leaves them out; other collectives move them natively. Other options are those of
-        `route`.
+        all-reduce leaves them out; other collectives move them natively. ``keyed``: the call has a
+        key. Other options are those of `route`.
         """
         methods = self.methods_of(leaves)
         buckets: list[Bucket] = []
@@ -244,7 +246,8 @@ class Compression(Options):
         if kind != "all-reduce":
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
         natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
-        return Plan(kind, sizes, tuple(buckets), natives, tuple(methods), tuple(apart))
+        found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart)
+        return Plan(kind, sizes, *found)
 
     def init_state(
         self,
@@ -445,6 +448,13 @@ def as_compression(
     return dataclasses.replace(compression, topology=topology)
 
 
+@overload
+def explain(
+    tree: Callable, *args: Any, verbose: bool = True, rate: str | None = None
+) -> StepExplanation: ...
+
+
+@overload
 def explain(
     tree: Any,
     n_workers: int | tuple[int, ...],
@@ -456,14 +466,36 @@ def explain(
     specs: Any = None,
     rate: str | None = None,
     method: Compression | Method | ByPath | None = None,
-) -> Explanation:
-    """Explains `psum` of ``tree`` with these arguments; prints a table unless told not to.
+) -> Explanation: ...
+
+
+def explain(
+    tree: Any,
+    *args: Any,
+    n_workers: int | tuple[int, ...] | None = None,
+    compression: Compression | Method | ByPath | None = None,
+    topology: AnyTopology | None = None,
+    verbose: bool = True,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    rate: str | None = None,
+    method: Compression | Method | ByPath | None = None,
+) -> Explanation | StepExplanation:
+    """Tells all that a step sends, or what `psum` of a tree would; prints a table.
+
+        dq.explain(step, params, batch)  # a step that is there: reads its compiled program
+        dq.explain(params, 16, rate="25gbit")  # plans for 16 workers: nothing is compiled
+
+    **A step** is any function of yours, jitted or not, on any kind of mesh; it is compiled. The
+    table has every plan that it runs, the collectives of your own and those that XLA put there, and
+    the leaves that travel natively with their reasons.
 
     Args:
-      tree: arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`; nothing is
-        computed.
-      n_workers: the size of the axis, or of every axis, the outermost first.
-      compression: as for `psum`.
+      tree: a step; or arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
+      args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
+        arguments with `functools.partial`. For a tree, ``n_workers``.
+      n_workers: for a tree, the size of the axis, or of every axis, the outermost first.
+      compression: for a tree, as for `psum`. A step has its own.
       topology: as for `psum`.
       verbose: whether to print the table.
       mesh: the mesh of ``specs``, as for `Compression.explain`.
@@ -473,14 +505,35 @@ def explain(
       method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
-      The route, the bytes and the bits per coordinate of every leaf, and their totals for one
-      worker.
+      For a step a `StepExplanation`: its plans, other collectives and their bytes. For a tree an
+      `Explanation`: the route, the bytes and the bits per coordinate of every leaf, and their
+      totals for one worker.
 
     Raises:
       ValueError: an argument is invalid, or the method does not support this number of workers.
+      TypeError: a tree comes without ``n_workers``.
     """
+    if is_step(tree):
+        given = dict(compression=compression, topology=topology, mesh=mesh, specs=specs)
+        given |= dict(method=method, n_workers=n_workers)
+        if told := [name for name, value in given.items() if value is not None]:
+            raise ValueError(
+                f"explain got a step, and {' and '.join(told)}, which a step has inside; leave it "
+                "out, or pass parameters and n_workers to plan a step that is not there"
+            )
+        per_second = None if rate is None else bytes_per_second(rate)
+        found = explain_step(tree, args, rate=rate, per_second=per_second)
+        if verbose:
+            print(found)
+        return found
+    sizes = args if n_workers is None else (*args, n_workers)
+    if len(sizes) != 1:
+        raise TypeError(
+            f"explain takes a tree and n_workers, and got {len(sizes)} arguments after the tree; "
+            "pass explain(params, 8), or a step and its arguments"
+        )
     options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
-    return as_compression(compression, topology, method=method).explain(tree, n_workers, **options)
+    return as_compression(compression, topology, method=method).explain(tree, sizes[0], **options)
 
 
 def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:

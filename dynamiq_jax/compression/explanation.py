@@ -149,17 +149,14 @@ def explain_plan(
     """Explains a plan by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
     share = 2 * (n - 1) / n
-    bits = lambda sent, size: 8 * sent / (share * size) if share * size else 0.0
-    told: list[tuple[Leaf, int | None, str, float]] = [
-        (leaf, None, f"exact: {why}", share * leaf.nbytes) for leaf, why, _ in plan.exact
-    ]
-    outer = sum(share * leaf.nbytes for leaf, _, _ in plan.exact)
-    for number, bucket in enumerate(plan.buckets):
-        whole_bits, outer_bits = bucket.route.bits("all-reduce", bucket)
-        outer += outer_bits / 8
-        for leaf in bucket.leaves:
-            part = whole_bits / 8 * leaf.size / bucket.size
-            told.append((leaf, number, "compressed", part))
+    bits, told = plan.bits_per_coord, list[tuple[Leaf, int | None, str, float]]()
+    moves = plan.moves
+    for move in moves:
+        route = f"exact: {move.reason}" if move.bucket is None else "compressed"
+        for leaf in move.leaves:
+            part = leaf.size / move.size if len(move.leaves) > 1 else 1.0
+            told.append((leaf, move.bucket, route, move.sent_bits / 8 * part))
+    outer = sum(move.outer_bits for move in moves) / 8
     told.sort(key=lambda row: row[0].index)
     rows = [
         Row(leaf.name, leaf.shape, leaf.dtype.name, bucket, route, sent, bits(sent, leaf.size))

@@ -64,12 +64,26 @@ class Route:
             return None
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
-    def bits(self, kind: Kind, bucket: Bucket) -> tuple[int, int]:
+    def bits(self, kind: Kind, bucket: Bucket, *, keyed: bool = False) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and how many of them on the outer axes.
 
         The bucket holds what a worker passes to the collective: whole terms, blocks for all
-        workers, or for an all-gather one worker's shards.
+        workers, or for an all-gather one worker's shards. ``keyed``: the call has a key.
         """
+        sent, outer = self._bits(kind, bucket)
+        if not keyed or kind == "all-to-all" or isinstance(self.runner, TwoLevels):
+            return sent, outer
+        n, part = self.n_workers, -(-bucket.size // self.n_workers)
+        if kind == "all-reduce":
+            method = self.runner.of_bucket(bucket)
+            saved = method.seed_bits(bucket.size, n, self.flat)
+        elif kind == "all-gather":
+            saved = self.method.seed_bits(bucket.size, n, None, "all_gather")
+        else:
+            saved = self.method.seed_bits(part, n, self.flat, "reduce_scatter")
+        return sent - saved, outer - saved
+
+    def _bits(self, kind: Kind, bucket: Bucket) -> tuple[int, int]:
         n, levels, part = self.n_workers, self.runner, -(-bucket.size // self.n_workers)
         if kind == "all-reduce":
             method, own = levels.of_bucket(bucket), (bucket.size, n, self.flat)

@@ -23,7 +23,7 @@ from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
 from jax.interpreters import batching, mlir, partial_eval
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 KNOWN_VERSIONS = "0.10.2 to 0.12"
@@ -106,12 +106,17 @@ def needs_devices(primitive: Primitive) -> None:
         dispatch.prim_requires_devices_during_lowering.add(primitive)
 
 
-def is_mesh_set() -> bool:
-    """Whether `jax.set_mesh` has set a mesh of devices, also where JAX traces or lowers."""
+def concrete_mesh() -> Mesh:
+    """The mesh of devices that `jax.set_mesh` has set, also where JAX traces; it may be empty."""
     with private("the mesh of jax.set_mesh (jax._src.mesh)"):
         from jax._src import mesh  # the public function refuses calls under a trace
 
-        return not mesh.get_concrete_mesh().empty
+        return mesh.get_concrete_mesh()
+
+
+def is_mesh_set() -> bool:
+    """Whether `jax.set_mesh` has set a mesh of devices, also where JAX traces or lowers."""
+    return not concrete_mesh().empty
 
 
 def varying_axes(x) -> frozenset[str]:
@@ -305,6 +310,19 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
         effects=equation.effects,
     )
     return jax.core.eval_jaxpr(alone, (), *given.values())
+
+
+def evaluate_all(
+    equations: Sequence[JaxprEqn], known: dict[Any, Any], results: Sequence[Any]
+) -> Sequence[Any]:
+    """The values of variables or constants, by equations of a program, from the ``known`` ones."""
+    alone = _empty_jaxpr().replace(
+        invars=list(known),
+        outvars=list(results),
+        eqns=list(equations),
+        effects=frozenset().union(*(equation.effects for equation in equations)),
+    )
+    return jax.core.eval_jaxpr(alone, (), *known.values())
 
 
 def constant_of(literal: Literal) -> Array:

@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from dynamiq_jax.core.compat import (
     evaluate_here,
     inner_jaxprs,
     name_of,
+    varying_axes,
     with_constants,
 )
 
@@ -123,11 +125,6 @@ class Recorded:
         """The arrays that the function closes over."""
         return with_constants(self.closed)[1]
 
-    @property
-    def constrains(self) -> bool:
-        """Whether a constraint in it may name an axis of the map."""
-        return _constrains(self.closed)
-
     def run(self, *args: Any) -> Any:
         """The results for one worker's arguments, typed as varying."""
         leaves = self.axis.to_varying(jax.tree.leaves(args))
@@ -175,8 +172,31 @@ def record(
     return Recorded(closed, jax.tree.structure(shapes), axis)
 
 
-def _constrains(program: Any) -> bool:
-    return any(name_of(equation) == "sharding_constraint" for equation in _all_equations(program))
+def lowers_otherwise(program: Any) -> bool:
+    """Whether JAX may refuse a program only when it lowers it, where no error can be caught.
+
+    It traces the programs of a linear solve again then, for the types of its operands. Under a map
+    these may vary over axes over which the inputs of the programs do not, and a cast to varying in
+    them fails.
+    """
+    return any(
+        _retyped(equation)
+        for equation in _all_equations(program)
+        if name_of(equation) == "custom_linear_solve"
+    )
+
+
+def _retyped(solve: JaxprEqn) -> bool:
+    """Whether operands of a linear solve vary over other axes than the inputs of its programs."""
+    counts, operands = solve.params["const_lengths"], solve.invars
+    given = operands[sum(counts) :]
+    for count, program in zip(counts, solve.params["jaxprs"], strict=True):
+        own, operands = operands[:count], operands[count:]
+        inputs = [] if program is None else with_constants(program)[0].invars
+        pairs = zip(inputs, [*own, *given], strict=False)
+        if any(varying_axes(x.aval) != varying_axes(y.aval) for x, y in pairs):
+            return True
+    return False
 
 
 def _replay(program: Any, axis: Axis, args: Sequence[Any]) -> list[Any]:
@@ -312,6 +332,33 @@ class _Varying(NamedTuple):
             return [own | self.of_choice(goes_on) for own in found]
 
         return _after_loop(step, operands[last:])
+
+
+class _FromNothing(_Varying):
+    """Which results are reduced from arrays without entries, from which arguments are."""
+
+    def after(self, equation: JaxprEqn, operands: list[frozenset[str]]) -> list[frozenset[str]]:
+        """See `_Varying`."""
+        name = name_of(equation)
+        if name == "shard_map":
+            return self(equation.params["jaxpr"], operands)
+        found = super().after(equation, operands)
+        kinds: list[list[Any]] = [
+            [x.aval for x in own] for own in (equation.invars, equation.outvars)
+        ]
+        given, made = ([math.prod(x.shape) for x in own] for own in kinds)
+        reduces = name.startswith(("reduce_", "arg", "dot_general"))
+        return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
+
+
+_NOTHING = frozenset({"no entries"})
+
+
+def reduced_from_nothing(program: Any) -> list[bool]:
+    """For each result of a program, whether it depends on a reduction of an empty array."""
+    jaxpr, _ = with_constants(program)
+    found = _FromNothing(choices=True)(program, [frozenset()] * len(jaxpr.invars))
+    return [_NOTHING <= own for own in found]
 
 
 def _after_loop(

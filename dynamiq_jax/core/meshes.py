@@ -1,17 +1,104 @@
-"""Which mesh a call is on, and whether all axes of this mesh are Explicit.
+"""Meshes of any devices; which mesh a call is on, and whether all its axes are Explicit.
 
-Every function needs the answer. The code for Explicit axes is in `experimental.explicit_mesh`. It
-is imported only if the answer is yes.
+Every function needs the last answer. The code for Explicit axes is in
+`experimental.explicit_mesh`. It is imported only if the answer is yes.
 """
 
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, get_abstract_mesh
+from jax.core import Tracer
+from jax.experimental.mesh_utils import create_hybrid_device_mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.compat import concrete_mesh
+
+
+def make_mesh(
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    axis_types: tuple[AxisType, ...] | None = None,
+    *,
+    devices: Sequence[Any] | None = None,
+) -> Mesh:
+    """`jax.make_mesh`, also for GPUs of several hosts, which that function refuses.
+
+    Devices that fast links connect are one slice (``device.slice_index``): the GPUs of a host, or
+    of an NVLink domain. If there are several slices, the outermost axes are between them and the
+    innermost axes inside, as far as ``axis_shapes`` allows: ``(4, 8)`` on four hosts of eight GPUs
+    has a row for each host, ``(32,)`` has the GPUs of a host side by side. Without several slices
+    the result is that of `jax.make_mesh`.
+
+    Args:
+      axis_shapes: the size of each axis, the outermost first. One size may be -1: as many as there
+        are devices for.
+      axis_names: their names.
+      axis_types: as for `jax.make_mesh`; `None`: all axes are Explicit.
+      devices: `None`: `jax.devices()`. If there are more than the axes take, the first ones.
+
+    Returns:
+      A mesh with the shape ``axis_shapes``.
+
+    Raises:
+      ValueError: the axes take more devices than there are, or several axes are longer than one
+        device and the slices have different numbers of devices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    axis_shapes = _sizes(axis_shapes, len(devices))
+    devices = devices[: math.prod(axis_shapes)]
+    slices = Counter(getattr(device, "slice_index", None) for device in devices)
+    if len(slices) <= 1:
+        return jax.make_mesh(axis_shapes, axis_names, axis_types, devices=devices)
+    types = (AxisType.Explicit,) * len(axis_shapes) if axis_types is None else axis_types
+    return Mesh(_of_slices(axis_shapes, devices, slices), tuple(axis_names), axis_types=types)
+
+
+def _sizes(shape: Sequence[int], count: int) -> tuple[int, ...]:
+    """The sizes of axes of ``count`` devices or fewer; -1 becomes what the others leave."""
+    known = math.prod(size for size in shape if size != -1)
+    rest = list(shape).count(-1)
+    if rest > 1 or min((size for size in shape if size != -1), default=1) < 1:
+        raise ValueError(f"axes {tuple(shape)}: sizes are 1 or more, and one of them may be -1")
+    if known > count:
+        raise ValueError(
+            f"axes {tuple(shape)} take {known} devices or more, but there are {count}: make axes "
+            f"whose sizes multiply to {count} or less, or start more processes"
+        )
+    if rest and count % known:
+        raise ValueError(
+            f"axes {tuple(shape)}: {count} devices are no multiple of {known}; replace -1 by "
+            f"{count // known} or less, or choose other sizes beside it"
+        )
+    return tuple(count // known if size == -1 else size for size in shape)
+
+
+def _of_slices(
+    shape: tuple[int, ...], devices: Sequence[Any], slices: Counter[int | None]
+) -> np.ndarray:
+    """Devices of several slices, by slices along the outermost axes."""
+    if len({*slices.values()}) == 1:
+        between, left = [], len(slices)
+        for size in shape:
+            between.append(math.gcd(size, left))
+            left //= between[-1]
+        inside = [size // parts for size, parts in zip(shape, between, strict=True)]
+        return create_hybrid_device_mesh(inside, between, devices)
+    if sum(size > 1 for size in shape) > 1:
+        counts = ", ".join(f"{count} of slice {which}" for which, count in slices.items())
+        raise ValueError(
+            f"axes {shape} of slices with different numbers of devices ({counts}): use one "
+            f"axis, or pass devices= with {min(slices.values())} devices of each slice"
+        )
+    return np.array(sorted(devices, key=lambda d: (d.slice_index, d.id))).reshape(shape)
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
@@ -24,6 +111,80 @@ def mesh_of(tree: Any) -> AbstractMesh:
 def is_explicit(mesh: AbstractMesh) -> bool:
     """Whether JAX's types say how arrays lie on every axis of the mesh."""
     return not mesh.empty and set(mesh.axis_types) == {AxisType.Explicit}
+
+
+def meshes_of(tree: Any) -> list[Mesh | AbstractMesh]:
+    """The meshes of the leaves that have one; those of tracers have no devices."""
+    leaves = (jax.typeof(x) if isinstance(x, Tracer) else x for x in jax.tree.leaves(tree))
+    shardings = (getattr(x, "sharding", None) for x in leaves)
+    return [x.mesh for x in shardings if isinstance(x, NamedSharding)]
+
+
+def set_around(mesh: Mesh | AbstractMesh, *, alone: bool) -> contextlib.AbstractContextManager[Any]:
+    """The context of maps over a mesh, if that of another mesh is set around them.
+
+    Args:
+      mesh: the mesh of the maps.
+      alone: whether no map is nested in another, so that each can have the devices of ``mesh``.
+
+    Raises:
+      ValueError: JAX would take the set mesh for ``mesh`` when it lowers the maps.
+    """
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    around = get_abstract_mesh()
+    own, other = ((x.shape, x.axis_types) for x in (abstract, around))
+    if around.empty or own == other or around.manual_axes:
+        return contextlib.nullcontext()
+    if isinstance(mesh, Mesh) and not is_traced(()):
+        return jax.set_mesh(mesh)
+    if not (alone and isinstance(mesh, Mesh)):
+        check_set_mesh(abstract)
+    return jax.sharding.use_abstract_mesh(abstract)
+
+
+def check_set_mesh(mesh: AbstractMesh) -> None:
+    """Refuses to trace a map over a mesh without devices where `jax.set_mesh` has another one.
+
+    When JAX lowers the map, it takes the set mesh for its collectives, whatever its shape.
+    """
+
+    def counting(x: Mesh | AbstractMesh) -> list[tuple[str, int]]:
+        return [(name, size) for name, size in x.shape.items() if size > 1]
+
+    around = get_abstract_mesh()
+    if around.empty or counting(around) == counting(mesh):
+        return
+    around = concrete_mesh()
+    if not around.empty and counting(around) != counting(mesh):
+        raise ValueError(
+            f"the mesh has axes {dict(mesh.shape)}, and jax.set_mesh has set {dict(around.shape)} "
+            "around jax.jit: JAX would sum over groups of the latter. Call the jitted function in "
+            "jax.set_mesh(mesh)"
+        )
+
+
+def is_traced(tree: Any) -> bool:
+    """Whether JAX traces the call: a leaf is a tracer, or a `jax.jit` is around it."""
+    leaves = [*jax.tree.leaves(tree), jnp.zeros(())]
+    return any(isinstance(x, Tracer) for x in leaves)
+
+
+def auto_mesh_of(
+    axis: Axis, tree: Any, told: Mesh | AbstractMesh | None = None
+) -> Mesh | AbstractMesh | None:
+    """The mesh with these axes whose axes are all Auto, outside of maps; `None`: there is none.
+
+    It is the first such among ``told``, that of `jax.set_mesh`, and those of the leaves. While JAX
+    traces, it may have no devices.
+    """
+    traced = is_traced(tree)
+    meshes: list[Any] = [told, get_abstract_mesh() if traced else jax.sharding.get_mesh()]
+    for mesh in [*meshes, *meshes_of(tree)]:
+        if mesh is not None and not mesh.empty and {*axis.names} <= {*mesh.axis_names}:
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            if all(kind == AxisType.Auto or mesh.shape[name] == 1 for name, kind in kinds):
+                return mesh
+    return None
 
 
 def is_outside(axis: Axis, tree: Any) -> bool:

@@ -1,11 +1,53 @@
-"""Which results of a traced program are its arguments, unchanged."""
+"""Which results of a traced program are its arguments, unchanged, and what others are made of."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
-from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
+from dynamiq_jax.core.compat import evaluate_all, inner_jaxprs, name_of, with_constants
+
+
+def used_inputs(program: Any) -> set[int]:
+    """The numbers of the inputs that an equation takes or a result is."""
+    jaxpr, _ = with_constants(program)
+    used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
+    used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
+    return {i for i, x in enumerate(jaxpr.invars) if x in used}
+
+
+class Evaluable(NamedTuple):
+    """The part of a program that some of its results are made of."""
+
+    program: Any
+    equations: list[JaxprEqn]
+    results: list[Any]
+    needed: set[Any]
+
+    def takes(self, inputs: Sequence[Any]) -> list[Any]:
+        """The inputs, of all of the program, that this part takes."""
+        jaxpr, _ = with_constants(self.program)
+        return [x for own, x in zip(jaxpr.invars, inputs, strict=True) if own in self.needed]
+
+    def __call__(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """The results for the inputs of the program."""
+        jaxpr, constants = with_constants(self.program)
+        taken = [x for x in jaxpr.invars if x in self.needed], self.takes(inputs)
+        known = zip((*jaxpr.constvars, *taken[0]), (*constants, *taken[1]), strict=True)
+        return evaluate_all(self.equations, dict(known), self.results)
+
+
+def evaluable(program: Any, count: int) -> Evaluable:
+    """The part of a program that its last ``count`` results are made of."""
+    jaxpr, _ = with_constants(program)
+    results = jaxpr.outvars[len(jaxpr.outvars) - count :]
+    needed, kept = {x for x in results if isinstance(x, Var)}, []
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            kept.append(equation)
+            needed |= {x for x in equation.invars if isinstance(x, Var)}
+    return Evaluable(program, kept[::-1], results, needed)
+
 
 _SAME_VALUE = {"pcast", "pvary", "copy", "copy_p", "optimization_barrier", "assume_invarying"}
 """Primitives whose result number i has the value of operand number i."""

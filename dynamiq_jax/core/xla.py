@@ -60,14 +60,16 @@ between two GPUs. With two hosts of one H200 at 25 Gb/s, sharded updates then ta
 _CLOUD_NICS = ("0x1d0f", "0x1ae0")
 """PCI vendors (Amazon, Google) for whose network cards NCCL opens several sockets by default."""
 _VENDORS = "/sys/class/net/*/device/vendor"
+_told: dict[str, str] = {}
+"""The entries of `_SOCKETS` that this process has set."""
 _permutes_copy: ContextVar[bool] = ContextVar("_permutes_copy", default=False)
 """Whether the program that is traced will be compiled to execute permutes by copy engines."""
 
 
-def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
+def jit(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """`jax.jit` with compiler options that let reductions overlap.
 
-        @functools.partial(dq.jit, donate_argnums=0)
+        @dq.jit(donate_argnums=0)
         def step(state, batch): ...
 
     Use it for the outermost `jax.jit` of a program with reductions. On GPUs the options prevent XLA
@@ -81,17 +83,19 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
     since asking for devices starts JAX's backend. So you can decorate a step before you call
     `jax.distributed.initialize`. `explain` says which options were chosen.
 
-    `jit` immediately sets the environment variables ``NCCL_SOCKET_NTHREADS=1`` and
-    ``NCCL_NSOCKS_PERTHREAD=4``, unless one of them is set, or a network card belongs to a cloud
-    that NCCL knows. NCCL reads them at this process's first collective, if hosts have no
-    InfiniBand.
+    Between GPU hosts the first call also sets the environment variables ``NCCL_SOCKET_NTHREADS=1``
+    and ``NCCL_NSOCKS_PERTHREAD=4``, unless one of them is set, or a network card belongs to a cloud
+    that NCCL knows; `explain` says so. NCCL reads them at this process's first collective, if hosts
+    have no InfiniBand. If your script runs a collective before that call, set both in the
+    environment.
 
     If you need another jit, such as ``nnx.jit``, pass `compiler_options` of this module to it, and
     ``transport="permutes"`` to `Compression`. ``--xla_gpu_collective_permute_mode=peer`` in
     `XLA_FLAGS` has the same effect.
 
     Args:
-      function: a function of pytrees of arrays, as for `jax.jit`.
+      function: a function of pytrees of arrays, as for `jax.jit`. Without it, `jit` returns a
+        decorator that has the options.
       options: keyword arguments of `jax.jit`, such as ``donate_argnums``. Entries of
         ``compiler_options`` (a dict) are added to our options, and override them.
 
@@ -104,6 +108,9 @@ def jit(function: Callable[..., Any], **options: Any) -> "Jitted":
       ValueError: an option does not fit ``function``, such as a nonexistent ``static_argnums``.
     """
     given = options.pop("compiler_options", None) or {}
+    if function is None:
+        jax.jit(**options)  # refuses options that JAX does not know
+        return functools.partial(jit, compiler_options=given, **options)
     jax.jit(function, **options)  # refuses wrong options here, not at the first call
     return Jitted(function, options, given)
 
@@ -114,7 +121,6 @@ class Jitted:
     def __init__(self, function: Callable[..., Any], options: dict[str, Any], given: Any):
         functools.update_wrapper(self, function)
         self._function, self._options, self._given = function, options, given
-        _choose_sockets()  # NCCL reads its variables once, at this process's first collective
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -164,24 +170,24 @@ def compiler_options() -> dict[str, Any]:
         return {}
     if _between_hosts():
         os.environ.setdefault(_OWN_CHANNELS, "0")
-        _choose_sockets()
+        _told.update(_sockets())
+        os.environ.update(_told)
         return known(_APART | _BETWEEN_HOSTS)
     return known(
         _APART | (_EARLY if jax.process_count() == 1 else {}) | (_COPIES if _peers() else {})
     )
 
 
-def _choose_sockets() -> None:
-    """Sets `_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
+def _sockets() -> dict[str, str]:
+    """`_SOCKETS` unless the user, or NCCL's list of network cards, has chosen them."""
     if any(name in os.environ for name in _SOCKETS):
-        return
+        return {}
     # NCCL's own files of variables do not overwrite environment variables.
     files = [os.environ.get("NCCL_CONF_FILE", "~/.nccl.conf"), "/etc/nccl.conf"]
     told = "".join(map(_text, files))
     chosen = any(name in told for name in _SOCKETS)
     vendors = {_text(name).strip() for name in glob.glob(_VENDORS)}
-    if not chosen and vendors.isdisjoint(_CLOUD_NICS):
-        os.environ.update(_SOCKETS)
+    return {} if chosen or not vendors.isdisjoint(_CLOUD_NICS) else _SOCKETS
 
 
 def _text(name: str) -> str:
@@ -196,7 +202,11 @@ def between_hosts() -> str | None:
     """The note of `explain` on transfers between hosts; `None` within one host."""
     if jax.default_backend() != "gpu" or not _between_hosts():
         return None
-    sockets = ", ".join(f"{name}={os.environ.get(name, 'by NCCL')}" for name in _SOCKETS)
+    will = _sockets()
+    who = "by dq.jit" if _told else "by the first call of a function of dq.jit" if will else ""
+    values = will | {name: os.environ[name] for name in _SOCKETS if name in os.environ}
+    sockets = ", ".join(f"{name}={values.get(name, 'by NCCL')}" for name in _SOCKETS)
+    sockets += f" ({who})" if who else ""
     early = f"starts transfers early, {_BETWEEN_HOSTS[_AT_ONCE]} at a time"
     return f"between hosts dq.jit {early}; without InfiniBand {sockets}"
 

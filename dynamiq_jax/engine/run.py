@@ -43,6 +43,11 @@ class Rule(Protocol):
         ...
 
 
+def no_buckets(*_: Any) -> Any:
+    """A function of a `Rule` whose plans have no buckets."""
+    raise AssertionError("a plan of native moves has buckets")
+
+
 @functools.partial(inlined, static_argnames=("plan", "rule"))
 def _run(
     values: Values, key: Array | None, states: Sequence[State], *, plan: Plan, rule: Rule

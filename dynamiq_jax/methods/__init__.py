@@ -6,7 +6,7 @@ from dynamiq_jax.methods.base import Method, State, deprecated
 from dynamiq_jax.methods.dynamiq import DynamiQ, Format
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.plain import PlainMethod
-from dynamiq_jax.methods.uncompressed import BF16, F32
+from dynamiq_jax.methods.uncompressed import BF16, F32, unless_plain
 
 __all__ = [
     "BF16",
@@ -17,6 +17,7 @@ __all__ = [
     "Method",
     "PlainMethod",
     "State",
+    "unless_plain",
 ]
 
 

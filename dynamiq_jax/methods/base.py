@@ -228,6 +228,19 @@ class Method(Options, ABC):
         """Bits a worker sends to scatter n slices of ``size``; without topology, to gather them."""
         raise NotImplementedError
 
+    def seed_bits(
+        self,
+        size: int,
+        n_workers: int,
+        topology: Topology | None,
+        collective: Collective = "all_reduce",
+    ) -> int:
+        """The part of a worker's bits that a call with a key does not send.
+
+        ``size`` is that of `wire_bits`, or for halves of `sharded_wire_bits`.
+        """
+        return 0
+
     def outer_wire_bits(self, size: int, n_workers: int, topology: Topology | None) -> int:
         """The part of `wire_bits` that crosses outer axes; all bits without a hierarchy."""
         return self.wire_bits(size, n_workers, topology)

@@ -12,7 +12,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.core.rounding import rounded_to
-from dynamiq_jax.methods.base import Call, Outcome, ring_bits
+from dynamiq_jax.methods.base import Call, Method, Outcome, ring_bits
 from dynamiq_jax.methods.hops import HopMethod, Shared
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
@@ -102,3 +102,12 @@ class F32(_Uncompressed):
 
     ``topology=None`` means `lax.psum` of f32. Topologies differ only in the order of additions.
     """
+
+
+def unless_plain(method: Method | None, default: Method) -> Method:
+    """How everything but sums travels if the user passes only ``method``, for sums.
+
+    `BF16` and `F32` then mean all that travels: gathers, differences and cotangents, too. No other
+    place decides this.
+    """
+    return method if isinstance(method, BF16 | F32) else default

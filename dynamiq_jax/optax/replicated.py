@@ -20,7 +20,7 @@ from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.all_reduce import reducer_for
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.reduction.worker_gradients import WorkerGradients
+from dynamiq_jax.reduction.worker_gradients import has_terms, stacked_terms
 from dynamiq_jax.tree.placement import axes_above_one, axes_of
 
 
@@ -130,8 +130,8 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
 
 def _check_whole(axis: Axis, tree: Any) -> None:
     """Refuses gradients of which devices along other axes have parts."""
-    if isinstance(tree, WorkerGradients):
-        mesh, specs = tree.mesh, tree.specs
+    if has_terms(tree):
+        _, mesh, _, specs = stacked_terms(tree)
     else:
         shardings = [jax.typeof(x).sharding for x in jax.tree.leaves(tree)]
         mesh, specs = mesh_of(tree), [PartitionSpec(*own.spec.partitions) for own in shardings]

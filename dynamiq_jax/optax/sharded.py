@@ -21,26 +21,43 @@ import numpy as np
 import optax
 from jax import Array, lax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, get_abstract_mesh
+from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.meshes import is_explicit, is_outside, mesh_of, resharded
+from dynamiq_jax.core.meshes import (
+    auto_mesh_of,
+    is_explicit,
+    is_outside,
+    is_traced,
+    mesh_of,
+    meshes_of,
+    resharded,
+    set_around,
+)
 from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
-from dynamiq_jax.optax.state import Part, PerWorker, known_sizes
-from dynamiq_jax.optax.wrappers import check_wrappers
+from dynamiq_jax.optax.outside import on_auto_axes
+from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
+from dynamiq_jax.optax.wrappers import check_following, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
+from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
 from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
-from dynamiq_jax.tree.placement import axes_of, flat_specs, names_of
+from dynamiq_jax.tree.placement import (
+    axes_of,
+    constrained,
+    flat_specs,
+    names_of,
+    placement_of,
+)
 
 
 @functools.partial(
@@ -141,6 +158,7 @@ def sharded(
     specs: Any = None,
     check_every: int = 0,
     deferred: bool = False,
+    mesh: Mesh | AbstractMesh | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each worker updates its slices (ZeRO-1).
@@ -189,9 +207,9 @@ def sharded(
     resume, restore a state together with its parameters. Masters do not follow changed parameters
     after the first update: call `set_masters`.
 
-    * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. On a mesh of
-      Explicit axes, outside of maps, gradients are unreduced:
-      ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``.
+    * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. Outside of maps
+      they are terms: ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``. On a mesh of
+      Auto axes ``init`` and ``update`` may run inside of `jax.jit` or outside.
     * A step whose gradient has an infinite or undefined norm only changes ``step``, ``skipped``,
       ``skipped_in_a_row`` and ``norm`` of the state.
     * Create the state with `init` of this module, which never holds all of it on one device. Its
@@ -210,16 +228,19 @@ def sharded(
         beside a backward pass, as in `dynamiq_jax.sequential`.
       differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
         bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
-        ``DynamiQ(bits=2.5, dither=True)``.
+        ``DynamiQ(bits=2.5, dither=True)``; if ``compression`` is `BF16` or `F32`, the same method.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: ``jax.random.key(0)``.
       specs: how other mesh axes split the parameters: PartitionSpecs, a tree like the parameters or
-        a prefix of it. By default they do not; on Explicit axes the types say how.
+        a prefix of it. On Explicit axes the default are the types, and outside of `jax.jit` on Auto
+        axes the shardings of the arrays that ``init`` gets; else other axes do not split them.
       check_every: the number of steps after which workers compare a hash of their copies, with an
         error at run time if they differ. 0: never.
       deferred: whether differences are gathered at the start of the next step.
+      mesh: a mesh of Auto axes, for trainers without a map. It is needed only if ``init`` is traced
+        and neither `jax.set_mesh` nor the parameters tell the mesh.
       method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
@@ -229,9 +250,9 @@ def sharded(
     Raises:
       ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; they or
         the gradients have other leaves than masters, or another order; ``inner`` mixes coordinates
-        or depends on their position; a method has memory; gradients are unreduced over other axes;
-        the call is outside of maps on a mesh that is not Explicit; or a wrapper of optax around
-        this transformation uses each worker's own gradients.
+        or depends on their position; a method has memory; gradients are terms over other axes, or
+        other axes split them otherwise than the masters; the call is outside of maps, and there is
+        no mesh; or a wrapper of optax around this transformation uses each worker's own gradients.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
     compression = as_compression(compression, method=method)
@@ -243,9 +264,29 @@ def sharded(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
 
+    step = _Update(inner, total, max_norm, key, check_every)
+    # One program for all calls of the same facts and types, also where nothing is jitted around.
+    run_outside = jax.jit(
+        lambda facts, *args: facts.run(step, *args), static_argnums=0, inline=True
+    )
+
+    def auto_mesh(tree: Any) -> Mesh | AbstractMesh | None:
+        """The mesh outside of maps if its axes are Auto."""
+        found = None if axis.mapped else auto_mesh_of(axis, tree, mesh)
+        return found if found is mesh or not is_outside(axis, tree) else None
+
     def init(params) -> Any:
         check_wrappers(axis, params, "sharded")
-        return _Start(inner, total, specs, deferred)(params)
+        around = auto_mesh(params)
+        start = _Start(inner, total, specs, deferred, around)
+        if around is None:
+            return start(params)
+        if not isinstance(around, Mesh) or is_traced(params):
+            with set_around(around, alone=True):
+                return start(params)
+        placed = lambda x: placement_of(x, around) or P()
+        own = jax.tree.map(placed, params) if specs is None else specs
+        return placed_state(lambda x: start._replace(specs=own)(x), params, around)
 
     def update(updates, state, params=None, **extra) -> Any:
         if params is None:
@@ -254,21 +295,21 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
+        if not all(total.gathers_exactly(describe_leaves(params))):
+            check_following()
         _check_alike("params", params, state)
-        _check_alike("gradients", updates, state)
-        step = _Update(inner, total, max_norm, key, check_every)
-        if axis.mapped:
-            moved = [True] * len(jax.tree.leaves(updates))
+        _check_alike("gradients", updates, state, is_leaf=is_terms)
+        if axis.mapped and not has_terms(updates):
+            moved = (True,) * len(jax.tree.leaves(updates))
             return step(updates, state, params, extra, op="mean", moved=moved)
-        if not is_outside(axis, (updates, params)):
-            raise ValueError(
-                f"sharded found no map over axis {axis.name!r}, and no mesh of Explicit axes that "
-                "has it; call it under jax.shard_map, or make the mesh by jax.make_mesh(shape, "
-                "names) and take gradients by dq.value_and_grad(reduce=False)"
-            )
-        from dynamiq_jax.experimental.explicit_mesh.explicit_updates import update_outside
+        around = auto_mesh(params)
+        if around is None and not has_terms(updates) and is_outside(axis, (updates, params)):
+            from dynamiq_jax.experimental.explicit_mesh.explicit_updates import on_explicit_axes
 
-        return update_outside(step, axis, updates, state, params, extra)
+            facts = on_explicit_axes(axis, updates, params)
+        else:
+            facts, updates = on_auto_axes(axis, updates, state, params, around)
+        return run_outside(facts, updates, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -281,16 +322,15 @@ def _places(
     axis: Axis,
     sizes: tuple[int, ...],
     compression: Compression,
-    specs: Any,
+    given: list[P],
     inside: bool,
+    mesh: Mesh | AbstractMesh,
 ) -> list[P]:
-    """How each parameter's master is split: by other mesh axes, and along one dimension by ours."""
-    mesh = get_abstract_mesh() if inside else mesh_of(params)
+    """How each parameter's master is split: by other mesh axes, and along one dimension by ours.
+
+    ``given`` has the spec of every parameter.
+    """
     n = math.prod(sizes)
-    if specs is None and not inside and is_outside(axis, params):
-        given = [P(*jax.typeof(x).sharding.spec.partitions) for x in jax.tree.leaves(params)]
-    else:
-        given = flat_specs(specs, params, mesh.axis_names)
     leaves, whole, found = describe_leaves(params), [], []
     for leaf, spec, method in zip(leaves, given, compression.methods_of(leaves), strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
@@ -377,13 +417,17 @@ class _Start(NamedTuple):
     total: Reduction
     specs: Any
     deferred: bool
+    mesh: Mesh | AbstractMesh | None
+    """The mesh outside of maps if its axes are Auto."""
 
     def __call__(self, params: Any) -> ShardedState:
         """This worker's part of the state inside of a map, and the whole state outside."""
         axis, compression = self.total.axis, self.total.compression
-        sizes, inside = known_sizes(axis, "sharded")
+        sizes, inside = known_sizes(axis, "sharded", self.mesh)
         assert sizes is not None
-        placed = _places(params, axis, sizes, compression, self.specs, inside)
+        mesh = get_abstract_mesh() if inside else self.mesh or mesh_of(params)
+        told = self._told_specs(params, mesh, inside)
+        placed = _places(params, axis, sizes, compression, told, inside, mesh)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         layout = self._layout(masters, placed, sizes, inside)
         if inside:
@@ -399,6 +443,13 @@ class _Start(NamedTuple):
             pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), self.total)
         told = gaps, layout.splits, layout.padding, pending, norm, in_a_row
         return ShardedState(step, skipped, masters, inner, *told)
+
+    def _told_specs(self, params: Any, mesh: Mesh | AbstractMesh, inside: bool) -> list[P]:
+        """How other axes split the parameters."""
+        explicit = self.mesh is None and is_outside(self.total.axis, params)
+        if self.specs is None and not inside and explicit:
+            return [P(*jax.typeof(x).sharding.spec.partitions) for x in jax.tree.leaves(params)]
+        return flat_specs(self.specs, params, mesh.axis_names)
 
     def _layout(
         self, masters: Any, placed: list[P], sizes: tuple[int, ...], inside: bool
@@ -444,7 +495,9 @@ class _Start(NamedTuple):
         jax.eval_shape(functools.partial(self._state_of, layout), masters)
         leaves, treedef = jax.tree.flatten((masters, state))
         leaves = [zeros.padded(x) for zeros, x in zip(layout.padding, leaves, strict=True)]
-        if is_outside(self.total.axis, params):  # types say where leaves are, as `splits` do
+        if self.mesh is not None:
+            leaves = constrained(leaves, self.mesh, layout.splits)
+        elif is_outside(self.total.axis, params):  # types say where leaves are, as `splits` do
             mesh = mesh_of(params)
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, layout.splits, strict=True)]
         return treedef.unflatten(leaves)
@@ -455,6 +508,8 @@ class _Start(NamedTuple):
         gaps = jnp.full((count, len(jax.tree.leaves(params))), jnp.inf, jnp.float32)
         if inside:
             gaps = axis.to_varying(gaps)
+        elif self.mesh is not None:
+            gaps = constrained(gaps, self.mesh, [P(axis.name)])
         elif is_outside(axis, params):
             gaps = resharded(gaps, mesh_of(params), P(axis.name))
         return PerWorker(gaps, axis.name, largest=True)
@@ -549,7 +604,7 @@ class _Update(NamedTuple):
         extra: Mapping[str, Any],
         *,
         op: Op,
-        moved: list[bool],
+        moved: tuple[bool, ...],
     ) -> tuple[Any, ShardedState]:
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
         held, gaps = jax.tree.leaves(state.masters), state.gaps.own()
@@ -666,7 +721,12 @@ class _Update(NamedTuple):
         )
 
     def _means(
-        self, terms: list[Array], params: Any, total: Reduction, key: Array, moved: list[bool]
+        self,
+        terms: list[Array],
+        params: Any,
+        total: Reduction,
+        key: Array,
+        moved: tuple[bool, ...],
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
         axis, splits = total.axis, total.splits
@@ -712,14 +772,21 @@ class _Update(NamedTuple):
         return found
 
 
-def _check_alike(what: str, tree: Any, state: ShardedState, *, by_name: bool = False) -> None:
+def _check_alike(
+    what: str,
+    tree: Any,
+    state: ShardedState,
+    *,
+    by_name: bool = False,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> None:
     """Refuses a tree whose leaves are not those of the masters, in their order.
 
     An `OrderedDict` or a dataclass may have a dict's leaves in another order. Nodes without names
     number their leaves: so as many leaves of other names pass, unless ``by_name``.
     """
     given, own = (
-        [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        [name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_leaf)]
         for x in (tree, state.masters)
     )
     if given == own:
@@ -821,10 +888,8 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     axis, specs = pending.total.axis, state.specs()
     if axis.mapped:
         return _current(params, state)
-    known: list[Any] = [mesh] if mesh is not None else []
-    placed_by = [getattr(x, "sharding", None) for x in jax.tree.leaves(state.masters)]
-    known += [x.mesh for x in placed_by if isinstance(x, NamedSharding)]
-    around = next((m for m in (*known, get_abstract_mesh()) if axis.names[0] in m.axis_names), None)
+    known = [*([] if mesh is None else [mesh]), *meshes_of(state.masters), get_abstract_mesh()]
+    around = next((m for m in known if axis.names[0] in m.axis_names), None)
     if around is None:
         raise ValueError(
             f"gathered found no mesh that has axis {axis.name!r}; pass mesh=, that of the step"
@@ -836,7 +901,8 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
 
     placed = jax.tree.map(whole, specs.masters)
     leaves, treedef = jax.tree.flatten((placed, specs))
-    return _gather(around, tuple(leaves), treedef)(params, state)
+    with set_around(around, alone=True):
+        return _gather(around, tuple(leaves), treedef)(params, state)
 
 
 @functools.lru_cache(maxsize=8)  # it keeps functions among ``differences`` alive
@@ -961,9 +1027,12 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
                 f"params: leaf {leaf.path} has shape {leaf.shape}, and its master "
                 f"{master.shape}{padded}; pass whole parameters"
             )
-        if axis.mapped or isinstance(master, Tracer):
+        if axis.mapped:
             return value
-        return jax.device_put(value, master.sharding)
+        if not isinstance(master, Tracer):
+            return jax.device_put(value, master.sharding)
+        around = auto_mesh_of(axis, master)
+        return value if around is None else constrained(value, around, [spec])
 
     own_leaves = zip(leaves, jax.tree.leaves(params), masters, placed, padding, strict=True)
     masters = treedef.unflatten(own(*x) for x in own_leaves)

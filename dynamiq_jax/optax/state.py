@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import jax
@@ -10,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
+from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import name_of, shown
 from dynamiq_jax.tree.placement import check_nodes
@@ -22,7 +24,7 @@ Tree = TypeVar("Tree")
 Name = tuple[str, ...]
 
 
-class Part:
+class Part(Serializable):
     """A part of an optimizer's state that knows its sharding over a mesh.
 
     Attributes:
@@ -72,7 +74,8 @@ class PerWorker(Part):
                 raise ValueError(
                     f"opt_state has an array {jnp.shape(x)} inside of the map, where a worker has "
                     "its own part alone, which has length 1 along the first axis; pass "
-                    "dq.optax.state_specs(opt_state) as the specs of opt_state to jax.shard_map"
+                    "dq.optax.state_specs(opt_state) as the specs of opt_state to jax.shard_map, "
+                    f"or make the state for jax.pmap by {_pmapped(self.axis_name)}"
                 )
         return jax.tree.map(lambda x: x[0], self.value)
 
@@ -80,6 +83,10 @@ class PerWorker(Part):
         """Inside a map: the same part with ``value`` as this worker's value."""
         value = jax.tree.map(lambda x: x[None], Axis(axis_names(self.axis_name)).to_varying(value))
         return dataclasses.replace(self, value=value)
+
+
+def _pmapped(axis_name: AxisName) -> str:
+    return f"jax.pmap(optimizer.init, axis_name={axis_name!r})(flax.jax_utils.replicate(params))"
 
 
 def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> Any:
@@ -99,17 +106,22 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
     Raises:
       ValueError: parameters whose values the state needs were put on other devices.
     """
+    return placed_state(optimizer.init, params, mesh)
+
+
+def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
+    """`init` by the function that an optimizer starts with."""
     check_nodes(params)
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     around = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if traced else jax.set_mesh(mesh)
     with around:
-        shapes = jax.eval_shape(optimizer.init, params)
+        shapes = jax.eval_shape(start, params)
         shardings = jax.tree.map(functools.partial(NamedSharding, mesh), _specs(shapes))
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
         try:
-            return jax.jit(optimizer.init, out_shardings=shardings)(params)
+            return jax.jit(start, out_shardings=shardings)(params)
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
@@ -154,9 +166,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     Args:
       saved: the state that was saved: a tree like ``fresh``, or the nested dicts and lists that
         ``orbax.checkpoint`` returns if it does not know the type of the tree, or a dict whose keys
-        are leaves' keys joined by slashes.
-      fresh: the result of `init` for the same optimizer and parameters on the new workers; the
-        result takes the shardings of its leaves.
+        are leaves' keys joined by slashes. For an `nnx.Optimizer` also its `nnx.state`.
+      fresh: the result of `init` for the same optimizer and parameters on the new workers, or an
+        `nnx.Optimizer` on them; the result takes the shardings of its leaves.
 
     Returns:
       A state like ``fresh``, with its shardings and dtypes.
@@ -187,10 +199,15 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             notes.append(f"{shown(names[0])} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
+            remedy = "pass the optimizer and the parameters that it was saved with"
+            if "gaps" in names[0] and not _parts(fresh):  # their types are lost
+                remedy = (
+                    "fresh does not say which leaves depend on the number of workers; in the place "
+                    "of nnx.state(optimizer) pass the nnx.Optimizer itself"
+                )
             raise ValueError(
                 f"opt_state: leaf {shown(names[0])} {has} in what was saved, and this optimizer "
-                f"has {jnp.shape(now[0])}; pass the optimizer and the parameters that it was saved "
-                "with"
+                f"has {jnp.shape(now[0])}; {remedy}"
             )
         elif part.largest and all(
             x is not None and jnp.shape(x)[1:] == y.shape[1:] for x, y in pairs
@@ -261,8 +278,13 @@ def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
 
 def _later(fresh: Any) -> set[Name]:
     """The names of leaves that states of earlier versions do not have."""
-    key = jax.tree_util.GetAttrKey
-    return {name_of((*path, key(field))) for path, part in _parts(fresh) for field in part.later}
+    key, leaves_of = jax.tree_util.GetAttrKey, jax.tree_util.tree_leaves_with_path
+    return {
+        name_of((*path, key(field), *own))
+        for path, part in _parts(fresh)
+        for field in part.later
+        for own, _ in leaves_of(getattr(part, field))
+    }
 
 
 def _unpadded(fresh: Any) -> dict[Name, tuple[int, ...]]:
@@ -309,31 +331,42 @@ def _by_name(tree: Any) -> dict[Name, Any]:
 
 
 def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]:
-    """Saved leaves by the names of ``fresh``, also if their words were joined by slashes."""
+    """Saved leaves by the names of ``fresh``, also if their words were joined by slashes.
+
+    A variable of Flax NNX is a node with the child "value", which either tree may lack.
+    """
     counts = Counter(map("/".join, saved))
     found = {"/".join(name): name for name in fresh}
 
     def own(name: Name) -> Name:
         joined = "/".join(name)
-        return name if name in fresh or counts[joined] > 1 else found.get(joined, name)
+        if name in fresh or counts[joined] > 1:
+            return name
+        forms = (joined, f"{joined}/value", joined.removesuffix("/value"))
+        return next((found[form] for form in forms if form in found), name)
 
     return {own(name): leaf for name, leaf in saved.items()}
 
 
-def known_sizes(axis: Axis, what: str = "") -> tuple[tuple[int, ...] | None, bool]:
+def known_sizes(
+    axis: Axis, what: str = "", mesh: Mesh | AbstractMesh | None = None
+) -> tuple[tuple[int, ...] | None, bool]:
     """The workers on every axis, if known, and whether a surrounding map has the axis.
 
-    If ``what`` names a function that needs them, raises ValueError if they are not known.
+    Outside of maps they are those of ``mesh``, by default of `jax.set_mesh`. If ``what`` names a
+    function that needs them, raises ValueError if they are not known.
     """
     try:
         return axis_sizes(axis), True
-    except NameError:  # outside of any map: the mesh of jax.set_mesh, if there is one
-        mesh = jax.sharding.get_abstract_mesh()
+    except NameError:  # outside of any map
+        mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if all(name in mesh.shape for name in axis.names):
         return tuple(mesh.shape[name] for name in axis.names), False
     if what:
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
-            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh)"
+            f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh), or put "
+            "params on the mesh: jax.device_put(params, jax.NamedSharding(mesh, jax.P())), or for "
+            f"jax.pmap: {_pmapped(axis.name)}"
         )
     return None, False

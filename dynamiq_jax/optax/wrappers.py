@@ -13,6 +13,7 @@ import optax
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.reduction.worker_gradients import has_terms
 
 _FOLDER = os.path.join(os.path.dirname(optax.__file__), "")
 _SCAN = "To reduce once per window, add up its gradients in a scan and call update once"
@@ -76,7 +77,7 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
 
     Args:
       axis: the workers.
-      tree: the parameters or gradients, which say whether the call is on Explicit axes.
+      tree: the parameters or gradients, which say whether the call is outside of maps.
       function: whose remedy the error has.
 
     Raises:
@@ -86,7 +87,8 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     if name is None:
         return
     wrapper = _WRAPPERS[name]
-    typed = is_outside(axis, tree) or (axis.mapped and axis.tracked)
+    outside = is_outside(axis, tree) or has_terms(tree)
+    typed = outside or (axis.mapped and axis.tracked)
     then = "raises" if typed else wrapper.untyped
     if then == "trains" or (then == "warns" and not axis.mapped):  # `init` need not warn, too
         return
@@ -96,6 +98,37 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     if then == "raises":
         raise ValueError(message)
     warn(message)
+
+
+def check_following() -> None:
+    """Refuses transformations after ``update`` of `sharded` in a chain.
+
+    They change the copy's updates, and the next difference brings back what they took away.
+    """
+    frame = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_qualname == "chain.<locals>.update_fn" and code.co_filename.startswith(_FOLDER):
+            members = list(frame.f_locals["update_fns"])
+            later = [_root(x) for x in members[members.index(frame.f_locals["fn"]) + 1 :]]
+            if names := [name for name in later if name not in ("identity", "zero_nans")]:
+                raise ValueError(
+                    f"{', '.join(names)} comes after dq.optax.sharded in optax.chain: it changes "
+                    "the updates of the copy, and masters keep what it takes away, so that the "
+                    "next difference undoes it. Pass dq.optax.sharded(optax.chain(inner, "
+                    f"{names[0]}(...)), ...), or exact differences=dq.F32()"
+                )
+        frame = frame.f_back
+
+
+def _root(update: Any) -> str:
+    """The function of optax that made an ``update``."""
+    name = update.__qualname__.partition(".")[0]
+    if name == "with_extra_args_support":
+        cells = [cell.cell_contents for cell in update.__closure__ or ()]
+        own = [x.update for x in cells if isinstance(x, optax.GradientTransformation)]
+        return _root(own[0]) if own else name
+    return name
 
 
 def _around() -> str | None:

@@ -79,6 +79,8 @@ class Plan(NamedTuple):
     exact: tuple[Native, ...] = ()
     methods: tuple[Any, ...] = ()
     """The method of every leaf of the tree, `None` for leaves that are excluded."""
+    keyed: bool = False
+    """Whether the call has a key: without one, and without statistics, samples give the seed."""
     apart: tuple[Leaf, ...] = ()
     """Leaves that were left out of the buckets, which would hold them otherwise."""
 
@@ -96,7 +98,7 @@ class Plan(NamedTuple):
             found.append(Move(self.kind, (leaf,), None, wire.name, reason, bits, bits))
         for number, bucket in enumerate(self.buckets):
             route = bucket.route
-            sent, outer = route.bits(self.kind, bucket) if n > 1 else (0, 0)
+            sent, outer = route.bits(self.kind, bucket, keyed=self.keyed) if n > 1 else (0, 0)
             how = repr(route.method)
             found.append(Move(self.kind, bucket.leaves, number, how, route.reason, sent, outer))
         return tuple(found)
@@ -106,10 +108,15 @@ class Plan(NamedTuple):
         """Bytes that one worker sends."""
         return sum(move.sent_bits for move in self.moves) / 8
 
+    def bits_per_coord(self, sent_bytes: float, size: int) -> float:
+        """Bits per coordinate of ``size`` that take these bytes, of which bf16 takes 16."""
+        share = native_share(self.kind, self.n_workers) * size
+        return 8 * sent_bytes / share if share else 0.0
+
     @property
     def scope(self) -> str:
         """The name under which the operations of this plan stand in a compiled program."""
-        told = "\n".join(map(repr, (self.kind, self.sizes, *self.exact, *self.buckets)))
+        told = "\n".join(map(repr, (self.kind, self.sizes, self.keyed, *self.exact, *self.buckets)))
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
     def seeds(self, words: Array | None) -> list[Any]:

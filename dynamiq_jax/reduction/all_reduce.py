@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import Array
 
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
@@ -13,7 +14,7 @@ from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.reduction.worker_gradients import WorkerGradients, reduce_terms
+from dynamiq_jax.reduction.worker_gradients import WorkerTerms, reduce_terms
 from dynamiq_jax.topologies import AnyTopology
 
 
@@ -188,7 +189,8 @@ def reduce(
 
 def reducer_for(total: Reduction, tree: Any) -> Callable[..., Reduced]:
     """The function that reduces ``tree``, by whether the call is inside of a map or outside."""
-    if isinstance(tree, WorkerGradients):
+    is_terms = lambda x: isinstance(x, WorkerTerms)
+    if any(map(is_terms, jax.tree.leaves(tree, is_leaf=is_terms))):
         return functools.partial(reduce_terms, total)
     if not is_outside(total.axis, tree):
         return total.reduce

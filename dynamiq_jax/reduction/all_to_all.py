@@ -9,7 +9,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.engine.run import Values, run
-from dynamiq_jax.methods import DynamiQ, Method, State
+from dynamiq_jax.methods import DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.plan.plan import Native, Plan
@@ -51,7 +51,7 @@ def all_to_all(
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
     compression: Compression | Method | ByPath | None = None,
-    backward: Method | None = EIGHT_BITS,
+    backward: Method | Literal["auto"] | None = "auto",
     key: Array | None = None,
     method: Compression | Method | ByPath | None = None,
 ) -> Tree:
@@ -84,7 +84,7 @@ def all_to_all(
         to ``concat_axis``.
       compression: as for `psum`, without a state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
       backward: the method for the cotangents of all leaves that are compressed; `None`: the leaf's
-        method.
+        method. "auto": ``DynamiQ(bits=8.5)``, but the leaf's method if that is `BF16` or `F32`.
       key: as for `psum`. The backward pass uses other noise from the same key. Without a key the
         noise of `DynamiQ` is a hash of each worker's data.
       method: the former name of ``compression``. It warns; the next version removes it.
@@ -115,10 +115,10 @@ def all_to_all(
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
         check_axis_of(leaf, "concat_axis", concat_axis)
-    if backward is not None:
+    if backward is not None and backward != "auto":
         check_method(backward, "backward")
         check_exchanges(backward, n, "backward")
-    plan = compression.plan(leaves, sizes, "all-to-all", without=fixed)
+    plan = compression.plan(leaves, sizes, "all-to-all", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
     rule = Exchange(axis, cut, concat_axis, backward)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
@@ -131,7 +131,7 @@ class Exchange(NamedTuple):
     axis: Axis
     cut: Cut
     concat_axis: int
-    backward: Method | None
+    backward: Method | Literal["auto"] | None
 
     def native(self, leaves: Sequence[Native], values: Values) -> Values:
         """See `Rule`."""
@@ -139,7 +139,7 @@ class Exchange(NamedTuple):
         options = {"axis_index_groups": self.axis.groups, "tiled": self.cut.tiled}
         for leaf, _, _ in leaves:
             n_axes, own = len(leaf.shape), jnp.asarray(values[leaf.index])
-            split, concat = (i % n_axes for i in (self.cut.dimension, self.concat_axis))
+            split, concat = (i % n_axes for i in (self.cut.dimension(leaf), self.concat_axis))
             found[leaf.index] = lax.all_to_all(own, self.axis.name, split, concat, **options)
         return found
 
@@ -152,7 +152,9 @@ class Exchange(NamedTuple):
         if self.cut.n_workers > 1:
             bucket = plan.buckets[number]
             forth = bucket.route.method.of_bucket(bucket)
-            x = _exchange(x, seed, self.axis, forth, self.backward or forth)
+            auto = self.backward == "auto"
+            back = unless_plain(forth, EIGHT_BITS) if auto else self.backward or forth
+            x = _exchange(x, seed, self.axis, forth, back)
         return x, (state, None)
 
     def taken_apart(self, result: Any, bucket: Bucket) -> Values:

@@ -25,7 +25,7 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
-from dynamiq_jax.plan.plan import Native, Plan, native_share
+from dynamiq_jax.plan.plan import Native, Plan
 from dynamiq_jax.reduction.checks import Fixed
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf, concatenate, split
@@ -107,11 +107,11 @@ class AllReduce(NamedTuple):
         """See `Rule`; the facts are `BucketMetrics`."""
         bucket, exact = plan.buckets[number], exact_of(self.axis, self.op)
         if self.axis.size == 1:
-            facts = None
+            found, facts = exact(x), None  # JAX knows of the results that all workers hold them
             if self.metrics:
-                own = dict(zip((leaf.index for leaf in bucket.leaves), x, strict=True))
+                own = dict(zip((leaf.index for leaf in bucket.leaves), found, strict=True))
                 facts = bucket_metrics(concatenate(bucket, own), PayloadFacts(error=0.0))
-            return exact(x), (state, facts)
+            return found, (state, facts)
         route = bucket.route
         method, divisor = route.runner.of_bucket(bucket), self.axis.size if self.op == "mean" else 1
         push = route.push if self._pushes(plan, number) else None
@@ -147,9 +147,9 @@ def reduce_leaves(
         return values, after, None
     pairs = zip(known, plan.buckets, strict=True)
     of_leaves = [of_all_parts(facts, bucket.axes) for facts, bucket in pairs]
-    sent, size = plan.sent_bytes, sum(move.size for move in plan.moves)
-    share = native_share("all-reduce", plan.n_workers) * size
-    bits = 8 * sent / share if share else 0.0
+    moves = plan.moves
+    sent = sum(move.sent_bits for move in moves) / 8
+    bits = plan.bits_per_coord(sent, sum(move.size for move in moves))
     return values, after, summarise(of_leaves, bits_per_coord=bits, wire_bytes=sent)
 
 

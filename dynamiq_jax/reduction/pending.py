@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import Reduction, Split
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -37,7 +38,7 @@ _taken: set[AxisName] = set()
     jax.tree_util.register_dataclass, data_fields=("ready", "words"), meta_fields=("total",)
 )
 @dataclasses.dataclass(frozen=True)
-class Pending:
+class Pending(Serializable):
     """Differences that have not travelled yet, and the seed and the way in which they will.
 
     Attributes:
@@ -66,8 +67,8 @@ class Pending:
     def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:
         """The copy with the decoded differences of this worker's masters, the same on all workers.
 
-        ``specs`` say how masters are split. Leaves that are not split are current already. Where
-        the wire has the copy's dtype, rounded masters travel in the place of differences.
+        ``specs`` say how masters are split. Where the wire has the copy's dtype, rounded masters
+        travel in the place of differences. Leaves that are not split take their rounded masters.
         """
         _taken.add(self.total.axis.name)
         total, _ = self.total.of_shards(masters, specs, copies)
@@ -80,6 +81,9 @@ class Pending:
                 copy = own_slice(found[i], split, total.axis, padding)
                 sent = sent_of(held[i], copy, exactly[i])
                 own[i] = jnp.where(self.ready, sent, copy) if exactly[i] else sent
+            else:
+                # The copy is an update behind if fewer workers, before a restart, split the leaf.
+                found[i] = jnp.where(self.ready, sent_of(held[i], found[i], True), found[i])
         places = [i for i, x in enumerate(own) if x is not None]
         with errors_return():
             whole = total.some(places).whole(treedef.unflatten(own), words)

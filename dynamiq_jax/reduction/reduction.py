@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
-from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
@@ -26,7 +25,7 @@ from dynamiq_jax.core.links import fast_links
 from dynamiq_jax.core.lowering import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State
+from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
@@ -42,9 +41,9 @@ from dynamiq_jax.reduction.checks import (
     fixed_leaves,
     warn_of_uncompressed,
 )
-from dynamiq_jax.reduction.scatter_gather import divide, gather_over, put_together, scattering
+from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf, describe_leaves
+from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.padding import Padding, padding_of
 from dynamiq_jax.tree.placement import (
     axes_of,
@@ -65,6 +64,29 @@ def split_of(spec: P, axes: tuple[str, ...]) -> Split:
     """How ``axes`` split a leaf."""
     own = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
     return tuple((dimension, names) for dimension, names in enumerate(own) if names)
+
+
+Step = tuple[Dimensions, tuple[str, ...]]
+"""Along which dimensions of the leaves a collective over some axes cuts or joins them."""
+
+
+def names_only(split: Split) -> Any:
+    """Equal for splits that one collective serves: a single one may be along any dimension."""
+    return split[0][1] if len(split) == 1 else split
+
+
+def steps_of(splits: Sequence[Split]) -> tuple[Step, ...]:
+    """The collectives of leaves for which `names_only` is equal."""
+    found = []
+    for own in zip(*splits, strict=True):
+        dimensions = tuple(dimension for dimension, _ in own)
+        same = len({*dimensions}) == 1
+        found.append((dimensions[0] if same else dimensions, own[0][1]))
+    return tuple(found)
+
+
+def _first(at: Dimensions) -> int:
+    return min(at) if isinstance(at, tuple) else at
 
 
 LARGE_GATHER = 1 << 30
@@ -218,7 +240,9 @@ class Reduction:
         # A leaf travels in a bucket or exactly; a ``fixed`` one does not, or only JAX sums it.
         fixed = fixed_leaves(leaves, values, axis)
         without, overlaps = (fixed, self.overlaps) if state is None else ((), True)
-        plan = compression.plan(leaves, sizes, without=without, overlaps=overlaps)
+        plan = compression.plan(
+            leaves, sizes, without=without, overlaps=overlaps, keyed=key is not None
+        )
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
@@ -265,25 +289,24 @@ class Reduction:
         found, treedef = _named(terms)
         axes, words = self.axis.names, key_words(key)
         compression = _with_method(self.compression, _defaults(self.copied).gradients)
-        for some, own, split in self._kinds(terms, compression):
+        for some, own, steps in self._kinds(terms, compression):
             route = own.route(axis_sizes(self.axis))
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
-            within = tuple(name for _, names in split for name in names)
+            within = tuple(name for _, names in steps for name in names)
             rest = tuple(name for name in axes if name not in within)
-            for dimension, names in split:
-                seed = None if words is None else fold_seed(words, dimension)
+            for at, names in steps:
+                seed = None if words is None else fold_seed(words, _first(at))
                 if seed is not None and rest:  # other groups scatter with other noise
                     seed = fold_seed(seed, lax.axis_index(rest))
                 topology = route.topology and route.topology.over(names, axes)
                 plain = isinstance(route.method, BF16 | F32) and not isinstance(topology, Topology)
+                along: dict[str, Any] = {"op": self.op, "to": self.to}
                 if plain or (topology is None and route.topology):
-                    some = _scatter_natively(some, route, names, dimension, self.op)
+                    some = natively("reduce-scatter", Axis(names), some, route, at, **along)
                 else:
                     routed = dataclasses.replace(own, topology=topology)
-                    run, of_some = scattering(
-                        Axis(names), some, routed, dimension, op=self.op, key=seed
-                    )
-                    some = of_some.unflatten(run())
+                    axis = Axis(names)
+                    some = scatter_over(axis, some, routed, at, op=self.op, key=seed)
             if rest:
                 topology = route.topology and route.topology.over(rest, axes)
                 own = dataclasses.replace(own, topology=topology)
@@ -301,18 +324,18 @@ class Reduction:
         found, treedef = _named(shards)
         words = key_words(key)
         assert self.gathers is not None
-        for some, own, split in self._kinds(shards, self._of_gathers(), sharded=True):
+        for some, own, steps in self._kinds(shards, self._of_gathers(), sharded=True):
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
             route = told.route(axis_sizes(self.axis))
-            for dimension, names in split:
-                seed = None if words is None else fold_seed(words, GATHERS + dimension)
-                axis = Axis(names)
+            for at, names in steps:
+                seed = None if words is None else fold_seed(words, GATHERS + _first(at))
+                axis, along = Axis(names), dict[str, Any](op=self.op, to=self.to)
                 if isinstance(own.method, BF16 | F32):
-                    some = _gather_natively(some, route, names, dimension, self.to)
+                    some = natively("all-gather", axis, some, route, at, **along)
                 else:
                     topology = route.topology and route.topology.over(names, self.axis.names)
                     routed = dataclasses.replace(own, topology=topology)
-                    some = gather_over(axis, some, routed, dimension, key=seed, to=self.to)
+                    some = gather_over(axis, some, routed, at, key=seed, to=self.to)
             found |= some
         pairs = zip(self.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
@@ -321,7 +344,8 @@ class Reduction:
         """Whether the wire's numbers have the dtype of a leaf, so that its shards keep all bits."""
         methods = self._of_gathers().methods_of(leaves)
         return [
-            isinstance(method, BF16 | F32) and method.native_dtype(leaf.dtype) == leaf.dtype
+            isinstance(method, BF16 | F32)
+            and method.native_dtype(leaf.dtype).itemsize >= leaf.dtype.itemsize
             for method, leaf in zip(methods, leaves, strict=True)
         ]
 
@@ -331,8 +355,11 @@ class Reduction:
 
     def _kinds(
         self, tree: Any, compression: Compression, *, sharded: bool = False
-    ) -> Iterator[tuple[dict[str, Array], Compression, Split]]:
-        """Leaves with the same split and method, by name; their compression; and their split.
+    ) -> Iterator[tuple[dict[str, Array], Compression, tuple[Step, ...]]]:
+        """Leaves that travel alike, by name; their compression; and over which axes they travel.
+
+        These have the same method and are split over the same axes. Leaves of one split share
+        buckets, whatever its dimension is: alone, small ones might not be worth compressing.
 
         Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
         device's shards; else it holds whole leaves, and those that travel are padded. Copied leaves
@@ -355,13 +382,15 @@ class Reduction:
         methods = compression.methods_of(described)
         if self.copied and (sharded or not self.overlaps):
             methods = [None if x is None else x.without_plan() for x in methods]
-        kinds = list(zip(methods, self.splits, self.others, strict=True))
+        alike = [names_only(split) for split in self.splits]
+        kinds = list(zip(methods, alike, self.others, strict=True))
+        of_names = dict(zip(named, zip(kinds, self.splits, strict=True), strict=True))
         for kind in dict.fromkeys(kinds):
-            method, split, _ = kind
-            pairs = zip(named.items(), kinds, strict=True)
-            part = {name: x for (name, x), own in pairs if own == kind}
-            exclude = "" if method is None else None
-            yield part, dataclasses.replace(compression, method=method, exclude=exclude), split
+            part = {name: x for name, x in named.items() if of_names[name][0] == kind}
+            splits = [of_names[name][1] for name in sorted(part)]  # in the order of a dict's leaves
+            exclude = "" if kind[0] is None else None
+            own = dataclasses.replace(compression, method=kind[0], exclude=exclude)
+            yield part, own, steps_of(splits)
 
 
 def _defaults(copied: bool) -> Sharded:
@@ -385,20 +414,27 @@ def gathers_of(
 ) -> Compression:
     """How shards travel. A bare method, or the default, has the limits of the gradients.
 
-    ``copied`` is as for `Reduction`.
+    Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
+    alike. ``copied`` is as for `Reduction`.
     """
-    if isinstance(gather, Compression):
-        return gather
+    own = isinstance(gather, Compression)
+    told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
 
     def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
-        if cast(ByPath, compression.method)(path, leaf) is None:
+        method = cast(ByPath, compression.method)(path, leaf)
+        if method is None and not own:
             return None
-        if gather is None:
-            return _defaults(copied).gathers
-        return gather if isinstance(gather, Method) else gather(path, leaf)
+        if told.method is None:
+            return unless_plain(method, _defaults(copied).gathers)
+        if isinstance(told.method, Method):
+            return told.method
+        return told.method(path, leaf)
 
-    method = method_of if compression.by_path else gather
-    return dataclasses.replace(compression, method=method, topology=None)
+    if compression.by_path and (told.method is None or not own):
+        return dataclasses.replace(told, method=method_of)
+    if isinstance(compression.method, BF16 | F32) and told.method is None:
+        return dataclasses.replace(told, method=compression.method)
+    return told
 
 
 def _named(tree: Any) -> tuple[dict[str, Array], Any]:
@@ -426,38 +462,3 @@ def _check_shard(
                 f"what a gather over {names} gives would be out of order; split another "
                 f"dimension over {tuple(within)}"
             )
-
-
-def _scatter_natively(
-    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, op: Op
-) -> dict[str, Array]:
-    """Sums over some axes in the method's dtype; every device gets its slice along a dimension."""
-    divisor = lax.axis_size(names) if op == "mean" else 1
-
-    def native(x: Array) -> Array:
-        wire, large = x.dtype, x.size >= route.limits.min_leaf_size
-        if large and x.dtype.name in COMPRESSED_DTYPES:
-            wire = route.method.native_dtype(x.dtype)
-        total = lax.psum_scatter(x.astype(wire), names, scatter_dimension=dimension, tiled=True)
-        return divide(total, divisor, x.dtype)
-
-    return jax.tree.map(native, part)
-
-
-def _gather_natively(
-    part: dict[str, Array], route: Route, names: tuple[str, ...], dimension: int, to: Varying
-) -> dict[str, Array]:
-    """Gathers leaves along a dimension that some axes split, in 16 bits."""
-
-    def exact(x: Array) -> Array:
-        return put_together(Axis(names).all_gather(x, to), dimension)
-
-    def native(x: Array) -> Array:
-        wire = route.method.native_dtype(x.dtype)
-        narrow = x.dtype.name in COMPRESSED_DTYPES and wire.itemsize < x.dtype.itemsize
-        if not narrow or lax.axis_size(names) * x.size < route.limits.min_leaf_size:
-            return exact(x)
-        words = lax.bitcast_convert_type(x.astype(wire), jnp.uint16)  # no compiler widens integers
-        return lax.bitcast_convert_type(exact(words), wire).astype(x.dtype)
-
-    return jax.tree.map(native, part)

@@ -2,29 +2,32 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.seeds import Seed, check_key, key_words
-from dynamiq_jax.engine.run import Values, run
+from dynamiq_jax.engine.run import Values, no_buckets, run
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
-from dynamiq_jax.plan.plan import Native, Plan
+from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.reduction.buckets import with_tangent
 from dynamiq_jax.reduction.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import (
+    COMPRESSED_DTYPES,
     Bucket,
     Leaf,
     concatenate,
@@ -36,6 +39,9 @@ from dynamiq_jax.tree.leaves import (
 from dynamiq_jax.tree.placement import check_whole
 
 Tree = TypeVar("Tree")
+
+Dimensions = int | tuple[int, ...]
+"""The dimension along which every leaf is cut or joined, or that of each leaf of a tree."""
 
 
 def psum_scatter(
@@ -88,36 +94,31 @@ def psum_scatter(
     )
     if not axis.names:
         return x
-    run, treedef = scattering(axis, x, compression, scatter_dimension, tiled=tiled, key=key)
-    return treedef.unflatten(run())
+    return scatter_over(axis, x, compression, scatter_dimension, tiled=tiled, key=key)
 
 
-def scattering(
+def scatter_over(
     axis: Axis,
-    tree: Any,
+    tree: Tree,
     compression: Compression,
-    dimension: int,
+    dimension: Dimensions,
     *,
     tiled: bool = True,
     op: Op = "sum",
     key: Array | None = None,
-) -> tuple[Callable[[], list[Array]], Any]:
-    """The function that runs `psum_scatter`, or the mean, of checked leaves, and their tree."""
+) -> Tree:
+    """`psum_scatter`, or the mean, with its arguments in one compression."""
     told = {"scatter_dimension": dimension, "tiled": tiled}
     sizes, leaves, fixed = check_and_describe("psum_scatter", axis, tree, compression, key, told)
     values, treedef = jax.tree.flatten(tree)
-    plan = compression.plan(leaves, sizes, "reduce-scatter", without=fixed)
+    plan = compression.plan(leaves, sizes, "reduce-scatter", without=fixed, keyed=key is not None)
     cut = Cut(dimension, tiled, plan.n_workers)
     for leaf in leaves:
         cut.check(leaf, "scatter_dimension", "pad it, or reduce it with dq.psum")
     check_varying(plan, fixed, axis)
     check_whole(plan.buckets, axis)
-
-    def scatter() -> list[Array]:
-        found, _, _ = run(plan, Scatter(axis, cut, op), dict(enumerate(values)), key)
-        return list(found.values())
-
-    return scatter, treedef
+    found, _, _ = run(plan, Scatter(axis, cut, op), dict(enumerate(values)), key)
+    return treedef.unflatten(found.values())
 
 
 class Scatter(NamedTuple):
@@ -191,15 +192,21 @@ def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
 class Cut(NamedTuple):
     """How each leaf is cut into a slice for every worker: along a dimension, as `psum_scatter`."""
 
-    dimension: int
+    dimensions: Dimensions
     tiled: bool
     n_workers: int
 
+    def dimension(self, leaf: Leaf) -> int:
+        """The dimension along which this leaf is cut."""
+        told = self.dimensions
+        return told[leaf.index] if isinstance(told, tuple) else told
+
     def check(self, leaf: Leaf, name: str, remedy: str) -> None:
         """Refuses a leaf that cannot be cut like this; ``name`` is the dimension's argument."""
-        check_axis_of(leaf, name, self.dimension)
-        length, n = leaf.shape[self.dimension], self.n_workers
-        said = f"leaf {leaf.name} has {length} entries along {name}={self.dimension}"
+        dimension = self.dimension(leaf)
+        check_axis_of(leaf, name, dimension)
+        length, n = leaf.shape[dimension], self.n_workers
+        said = f"leaf {leaf.name} has {length} entries along {name}={dimension}"
         if self.tiled and length % n:
             raise ValueError(f"{said}, which is not a multiple of the {n} workers; {remedy}")
         if not self.tiled and length != n:
@@ -210,14 +217,15 @@ class Cut(NamedTuple):
     def rows(self, x: Array, leaf: Leaf) -> Array:
         """Slices of a leaf as rows: [n, coordinates of a slice]."""
         # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
-        at, shape, n = self.dimension % len(leaf.shape), list(leaf.shape), self.n_workers
+        at, shape, n = self.dimension(leaf) % len(leaf.shape), list(leaf.shape), self.n_workers
         shape[at : at + 1] = [n, shape[at] // n] if self.tiled else [n]
         own = replace(self.of(leaf), index=0, name="", path="", whole=())
         return _rows(x, tuple(shape), at, own)
 
     def of(self, leaf: Leaf) -> Leaf:
         """One worker's slice of a leaf; the last axis stands for a scale axis that is gone."""
-        shape, axis, dimension = list(leaf.shape), leaf.scale_axis, self.dimension % len(leaf.shape)
+        shape, axis, dimension = list(leaf.shape), leaf.scale_axis, self.dimension(leaf)
+        dimension %= len(shape)
         if self.tiled:
             shape[dimension] //= self.n_workers
         else:
@@ -303,7 +311,7 @@ def gather_over(
     axis: Axis,
     tree: Tree,
     compression: Compression,
-    dimension: int,
+    dimension: Dimensions,
     *,
     tiled: bool = True,
     to: Varying = "varying",
@@ -320,9 +328,10 @@ def gather_over(
             f"to={to!r}: what is gathered within axis_index_groups={axis.groups} varies "
             "between them; pass to='varying', or give each group an axis of its own"
         )
+    cut = Cut(dimension, tiled, axis.size)
     for leaf in leaves:
-        check_axis_of(leaf, "axis", dimension, more=not tiled)
-    rule = Gather(axis, Cut(dimension, tiled, axis.size), to)
+        check_axis_of(leaf, "axis", cut.dimension(leaf), more=not tiled)
+    rule = Gather(axis, cut, to)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
     return treedef.unflatten(found.values())
 
@@ -339,9 +348,76 @@ def _plan_of_shards(
     if len(axis.names) == 1 or axis.groups is not None:
         compression = replace(compression, topology=None)  # only hierarchies gather otherwise
     sizes, leaves, fixed = check_and_describe(collective, axis, tree, compression, key, told)
-    plan = compression.plan(leaves, sizes, "all-gather", without=fixed)
+    plan = compression.plan(leaves, sizes, "all-gather", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
     return plan, leaves
+
+
+class NativeScatter(NamedTuple):
+    """The rule of reduce-scatters of trees that XLA moves along the leaves' own dimensions."""
+
+    axis: Axis
+    cut: Cut
+    op: Op
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """See `Rule`."""
+        found, divisor = {}, self.cut.n_workers if self.op == "mean" else 1
+        for leaf, _, wire in leaves:
+            x, at = values[leaf.index], {"scatter_dimension": self.cut.dimension(leaf)}
+            total = lax.psum_scatter(x.astype(wire), self.axis.names, tiled=True, **at)
+            found[leaf.index] = divide(total, divisor, x.dtype)
+        return found
+
+    joined = moved = taken_apart = cast(Any, no_buckets)
+
+
+class NativeGather(NamedTuple):
+    """The rule of all-gathers of trees that XLA moves."""
+
+    axis: Axis
+    cut: Cut
+    to: Varying
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """See `Rule`."""
+        found = {}
+        for leaf, _, wire in leaves:
+            x, bits = values[leaf.index], jnp.uint16
+            if narrow := wire != x.dtype:  # no compiler widens integers
+                x = lax.bitcast_convert_type(x.astype(wire), bits)
+            whole = put_together(self.axis.all_gather(x, self.to), self.cut.dimension(leaf))
+            if narrow:
+                whole = lax.bitcast_convert_type(whole, wire).astype(leaf.dtype)
+            found[leaf.index] = whole
+        return found
+
+    joined = moved = taken_apart = cast(Any, no_buckets)
+
+
+def natively(
+    kind: Kind, axis: Axis, tree: Any, route: Route, dimensions: Dimensions, *, op: Op, to: Varying
+) -> Any:
+    """Scatters or gathers a tree by XLA's collectives, in the method's dtype if that is narrower.
+
+    Leaves are cut along ``dimensions``; small ones travel in their own dtype.
+    """
+    sizes, leaves = axis_sizes(axis), describe_leaves(tree)
+    cut = Cut(dimensions, True, axis.size)
+    shards = axis.size if kind == "all-gather" else 1
+
+    def native(leaf: Leaf) -> Native:
+        wire, large = leaf.dtype, shards * leaf.size >= route.limits.min_leaf_size
+        if large and leaf.dtype.name in COMPRESSED_DTYPES:
+            wire = np.dtype(route.method.native_dtype(leaf.dtype))
+        if kind == "all-gather" and wire.itemsize >= leaf.dtype.itemsize:
+            wire = leaf.dtype
+        return Native(leaf, f"{route.method!r} travels by XLA's collective", wire)
+
+    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)))
+    rule = NativeScatter(axis, cut, op) if kind == "reduce-scatter" else NativeGather(axis, cut, to)
+    found, _, _ = run(plan, rule, dict(enumerate(jax.tree.leaves(tree))))
+    return jax.tree.structure(tree).unflatten(found.values())
 
 
 class Gather(NamedTuple):
@@ -352,14 +428,14 @@ class Gather(NamedTuple):
     to: Varying
     packed: bool = False
 
-    def _whole(self, blocks: Array) -> Array:
-        return put_together(blocks, self.cut.dimension, tiled=self.cut.tiled)
+    def _whole(self, blocks: Array, leaf: Leaf) -> Array:
+        return put_together(blocks, self.cut.dimension(leaf), tiled=self.cut.tiled)
 
     def native(self, leaves: Sequence[Native], values: Values) -> Values:
         """See `Rule`."""
-        shards = {leaf.index: jnp.asarray(values[leaf.index]) for leaf, _, _ in leaves}
         gather = functools.partial(self.axis.all_gather, to=self.to)
-        return {i: self._whole(gather(x)) for i, x in shards.items()}
+        shards = [(leaf, jnp.asarray(values[leaf.index])) for leaf, _, _ in leaves]
+        return {leaf.index: self._whole(gather(x), leaf) for leaf, x in shards}
 
     def joined(self, bucket: Bucket, values: Values) -> Any:
         """The flat bucket of this worker's shards; a payload stands for its first leaf."""
@@ -385,7 +461,7 @@ class Gather(NamedTuple):
         """See `Rule`; a worker's row has its shards in the order of the bucket's leaves."""
         shards = pieces(result, [leaf.size for leaf in bucket.leaves])
         pairs = zip(bucket.leaves, shards, strict=True)
-        return {leaf.index: self._whole(from_flat(own, leaf)) for leaf, own in pairs}
+        return {leaf.index: self._whole(from_flat(own, leaf), leaf) for leaf, own in pairs}
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "method", "to"))
@@ -484,11 +560,11 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     words = None if words is None else axis.assume_invarying(words)
     values: Values = {}
     for (leaf, _, _), x in zip(plan.exact, exact, strict=True):
-        check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
+        check_axis_of(leaf, "axis", cut.dimension(leaf), more=not cut.tiled)
         values[leaf.index] = x
     for bucket, payload in zip(plan.buckets, payloads, strict=True):
         for leaf in bucket.leaves:
-            check_axis_of(leaf, "axis", cut.dimension, more=not cut.tiled)
+            check_axis_of(leaf, "axis", cut.dimension(leaf), more=not cut.tiled)
         values[bucket.leaves[0].index] = payload
     found, _, _ = run(plan, Gather(axis, cut, to, packed=True), values, words)
     return packed.treedef.unflatten(x for _, x in sorted(found.items()))

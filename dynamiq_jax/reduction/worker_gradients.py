@@ -7,6 +7,7 @@ of its worker.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,40 +15,98 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import set_around
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import axes_above_one, constrained
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["tree"],
-    meta_fields=["mesh", "axes", "specs"],
-)
-@dataclasses.dataclass(frozen=True)
-class WorkerGradients:
-    """A pytree of all workers' gradients, by ``value_and_grad(reduce=False)``; `psum` sums it.
+class Placement(NamedTuple):
+    """How the terms of a leaf lie on a mesh."""
 
-    ``jax.tree.map(jnp.add, terms, others)`` adds those of two micro-batches. A scan carries them,
-    from ``jax.tree.map(jnp.zeros_like, terms)`` on.
-
-    Attributes:
-      tree: gradients; every leaf has a leading axis of workers.
-      mesh: the mesh of the parameters.
-      axes: the data axes.
-      specs: of every leaf without its leading axis, over the other axes.
-    """
-
-    tree: Any
     mesh: Mesh | AbstractMesh
     axes: tuple[str, ...]
-    specs: tuple[P, ...]
+    """The data axes, over which the leading axis is sharded."""
+    spec: P
+    """The spec of the other axes of the array, over the other axes of the mesh."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["stacked"], meta_fields=["placement"]
+)
+@dataclasses.dataclass(frozen=True)
+class WorkerTerms:
+    """All workers' gradients of one parameter, by ``value_and_grad(reduce=False)``.
+
+    It is a pytree node in the place of the parameter's gradient. ``jax.tree.map(jnp.add, grads,
+    others)`` adds the terms of two micro-batches. A scan carries them, from
+    ``jax.tree.map(jnp.zeros_like, grads)`` on. `psum` and `dynamiq_jax.optax.sharded` sum them.
+
+    Attributes:
+      stacked: the terms, with a leading axis of workers.
+      placement: how they lie on a mesh.
+    """
+
+    stacked: Any
+    placement: Placement
+
+    def __jax_array__(self) -> Array:
+        """Refuses functions of arrays, which `jnp` and operators call with single leaves."""
+        x, axis_name = jax.typeof(self.stacked), self.placement.axes
+        raise ValueError(
+            f"a gradient of value_and_grad(reduce=False) is a node of the terms of {x.shape[0]} "
+            f"workers, {x.str_short()}, and a function of arrays got the node. Sum terms by "
+            f"dq.psum(grads, {axis_name[0] if len(axis_name) == 1 else axis_name!r}), and use "
+            "the sums. To add up micro-batches begin with zeros of the gradients' shapes, not of "
+            "the parameters': jax.tree.map(jnp.zeros_like, like), where like is "
+            "jax.eval_shape(grad_fn, params, batch)[1]"
+        )
+
+
+def is_terms(x: Any) -> bool:
+    """Whether ``x`` has the terms of a leaf."""
+    return isinstance(x, WorkerTerms)
+
+
+def has_terms(tree: Any) -> bool:
+    """Whether a tree has terms of workers."""
+    return any(map(is_terms, jax.tree.leaves(tree, is_leaf=is_terms)))
+
+
+def stacked_terms(tree: Any) -> tuple[Any, Mesh | AbstractMesh, tuple[str, ...], tuple[P, ...]]:
+    """The stacked terms of a tree, their mesh, their data axes, and the spec of every leaf.
+
+    Raises:
+      ValueError: a leaf has no terms, or those of other workers.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_terms)
+    first = next(x for _, x in paths if is_terms(x)).placement
+    for path, x in paths:
+        own = x.placement[:2] if is_terms(x) else f"an array, {jax.typeof(x)}"
+        if own != first[:2]:
+            raise ValueError(
+                f"leaf {jax.tree_util.keystr(path)} is {own}, and other leaves are terms of the "
+                f"workers of {first[:2]}; pass gradients of one value_and_grad(reduce=False) alone"
+            )
+    terms = [x for _, x in paths]
+    stacked = treedef.unflatten(x.stacked for x in terms)
+    return stacked, first.mesh, first.axes, tuple(x.placement.spec for x in terms)
+
+
+def terms_of(
+    stacked: Any, mesh: Mesh | AbstractMesh, axes: tuple[str, ...], specs: Sequence[P]
+) -> Any:
+    """A tree like ``stacked``, of `WorkerTerms`."""
+    leaves, treedef = jax.tree.flatten(stacked)
+    pairs = zip(leaves, specs, strict=True)
+    return treedef.unflatten(WorkerTerms(x, Placement(mesh, axes, spec)) for x, spec in pairs)
 
 
 def reduce_terms(
     total: Reduction,
-    terms: WorkerGradients,
+    terms: Any,
     key: Array | None = None,
     state: Any = None,
     *,
@@ -62,18 +121,25 @@ def reduce_terms(
             f"the loss; op={op!r}, weight={weight!r} and specs={specs!r} do not go with them: call "
             "dq.psum(terms, axis_name)"
         )
-    if axis.names != terms.axes:
+    stacked, mesh, axes, placed = stacked_terms(terms)
+    check_terms(axis, axes)
+    told = _Told(mesh, placed, metrics, knows_devices())
+    with set_around(mesh, alone=not _others(mesh, axes)):
+        return _reduced(total, told, stacked, key, state)
+
+
+def check_terms(axis: Axis, axes: tuple[str, ...]) -> None:
+    """Refuses terms of other workers, and a call inside of a map."""
+    if axis.names != axes:
         raise ValueError(
-            f"the gradients are terms of the workers of {terms.axes}, and axis_name is "
-            f"{axis.names}; pass axis_name={terms.axes}"
+            f"the gradients are terms of the workers of {axes}, and axis_name is {axis.names}; "
+            f"pass axis_name={axes}"
         )
     if axis.mapped:
         raise ValueError(
             f"terms are summed outside of maps, and axis {axis.name!r} is mapped here; call psum "
             "after the map, or jax.value_and_grad and dq.psum in it"
         )
-    told = _Told(terms.mesh, terms.specs, metrics, knows_devices())
-    return _reduced(total, told, terms.tree, key, state)
 
 
 class _Told(NamedTuple):
@@ -84,6 +150,11 @@ class _Told(NamedTuple):
     metrics: bool
     asks: bool
     """Whether it may ask for its devices (`core.lowering.knows_devices`)."""
+
+
+def _others(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes of several devices that are no data axes."""
+    return axes_above_one([name for name in mesh.axis_names if name not in axes], mesh.shape)
 
 
 @functools.partial(jax.jit, inline=True, static_argnums=(0, 1))
@@ -97,9 +168,7 @@ def _reduced(
     """`reduce_terms` as one program: JAX runs maps over some of a mesh's axes only in programs."""
     axis, (mesh, specs, metrics, _) = total.axis, told
     over = P(axis.name)
-    others = axes_above_one(
-        [name for name in mesh.axis_names if name not in axis.names], mesh.shape
-    )
+    others = _others(mesh, axis.names)
     own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:

@@ -2,30 +2,31 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.core import Tracer
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
-from dynamiq_jax.core.constraints import REMEDY, Recorded, record
-from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.constraints import REMEDY, Recorded, lowers_otherwise, record
+from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
+from dynamiq_jax.core.lowering import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
 from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
-from dynamiq_jax.reduction.worker_gradients import WorkerGradients
-from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch, placement_of
+from dynamiq_jax.reduction.worker_gradients import terms_of
+from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
+from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -33,9 +34,10 @@ from dynamiq_jax.tree.placement import (
     axes_of,
     constrained,
     flat_specs,
-    misfit_of,
+    n_parts,
     names_of,
     part,
+    placement_of,
     restrict_spec,
 )
 
@@ -93,18 +95,16 @@ class AutoGrad:
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
     Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
-    `WorkerGradients`. A loss that is ``suspicious`` may close over arrays of the traced program
-    around it.
+    `WorkerTerms`.
     """
 
     loss: Callable[[Any, Any], Any]
     mesh: Mesh | AbstractMesh
     wanted: Wanted
     specs: Any
-    batch_specs: Callable[[Any], list[tuple[str, P | None]]]
+    batch_specs: Callable[[Any], list[Told]]
     aux: Any
     weight: Callable[[Any, Any], Any] | None
-    suspicious: bool
 
     @property
     def axis(self) -> Axis:
@@ -149,6 +149,8 @@ class AutoGrad:
             )
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
+        if self.specs is None and self.counting:
+            params = self._telling_shards(params)
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.wanted.total.check_scatter(state, self.wanted.metrics)
@@ -160,6 +162,14 @@ class AutoGrad:
                 )
         known = _Known(told, placed, split, folded, knows_devices())
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
+
+    def _telling_shards(self, params: Any) -> Any:
+        """Parameters of a traced program, of which JAX tells how they are sharded as it lowers."""
+        leaves, treedef = jax.tree.flatten(params)
+        if not leaves or not all(isinstance(x, Tracer) for x in leaves):
+            return params
+        note = _Shards(tuple((x.path, x.nbytes) for x in describe_leaves(params)), self.counting)
+        return treedef.unflatten(telling_shardings(note, leaves))
 
     def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: _Known) -> Any:
         """The value and the gradients of global arrays."""
@@ -174,20 +184,28 @@ class AutoGrad:
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_grads if self.wanted.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
 
-        def mapped(recorded: Recorded | None) -> Callable[..., Any]:
-            return jax.shard_map(
+        def traced(recorded: Recorded | None) -> Any:
+            mapped = jax.shard_map(
                 functools.partial(self._of_worker, known, total, recorded),
                 mesh=self.mesh,
                 axis_names=self.manual,
                 in_specs=(P(), P(), of_workers, list(known.split)),
                 out_specs=(P(), (P(), of_workers), of_found),
             )
+            return jax.make_jaxpr(mapped, return_shape=True)(*given)
 
+        given = params, key, state, arrays
+        types = self._types_of_worker(known, params, arrays)
         try:
-            value, aux, found = mapped(None)(params, key, state, arrays)
+            program, shapes = traced(None)
+            if lowers_otherwise(program):
+                program, shapes = traced(self._recorded(known.told, types, None))
         except _RefusedError as refused:
-            recorded = self._recorded(known.told, refused)
-            value, aux, found = mapped(recorded)(params, key, state, arrays)
+            program, shapes = traced(self._recorded(known.told, types, refused.__cause__))
+        if self.wanted.has_aux and self.counting:
+            warn_of_nothing(program, shapes, axis)
+        results = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+        value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
             leading = () if self.wanted.reduces else (axis.name,)
             specs = [P(*leading, *spec) for spec in placed]
@@ -196,7 +214,7 @@ class AutoGrad:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
         if not self.wanted.reduces:
-            return value, WorkerGradients(found.tree, self.mesh, axis.names, tuple(opened))
+            return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
     def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
@@ -227,17 +245,16 @@ class AutoGrad:
             (value, aux), grads, weight = _run_recorded(recorded, params, arrays)
         else:
             try:
-                if self.suspicious:
-                    loss = lambda p, x: self.loss(p, told.join(x))
-                    _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
                 (value, aux), grads, weight = self._differentiated(told, params, arrays)
-            except (TypeError, ValueError, AssertionError) as error:
+            except REFUSALS as error:
                 # Of types, such as a constant as first carry, or a key beside varying arguments.
-                if not any(word in str(error).lower() for word in ("manual", "to='varying'")):
+                if not raised_by_jax(error):
                     raise
-                raise _RefusedError(params, arrays) from error
+                raise _RefusedError from error
         share = None if weight is None else share_of(weight, axis)
-        words = _words(aux, self.aux, op)
+        splits = zip(arrays, known.split, strict=True)
+        rows = {x.shape[0] for x, spec in splits if {*names_of((*spec, None)[0])} & {*axis.names}}
+        words = words_of(aux, self.aux, op, rows)
         self._warn_of_types(told, recorded, params, arrays, (value, aux), words)
         terms = _equal_losses(value, axis, share)
         if op == "mean":
@@ -249,8 +266,8 @@ class AutoGrad:
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
-        aux = _reduce_aux(aux, words, share, axis)
-        value = _reduce_value(value, op, share, axis)
+        aux = reduce_aux(aux, words, share, axis)
+        value = reduce_value(value, op, share, axis)
         value = value / terms if op == "sum" else value  # every one of ``terms`` workers had it
         return value, aux, found._replace(state=after)
 
@@ -263,27 +280,39 @@ class AutoGrad:
         weight = None if self.weight is None else self.weight(params, data)
         return (value if self.wanted.has_aux else (value, None)), grads, weight
 
-    def _recorded(self, told: StaticArguments, refused: "_RefusedError") -> Recorded:
+    def _types_of_worker(self, known: _Known, params: Any, arrays: list) -> Any:
+        """The types of the parameters and of one worker's part of the other arrays."""
+
+        def own(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            kind = type_of(x)
+            counts = [n_parts(names_of(entry), self.mesh.shape) for entry in spec]
+            counts += [1] * (len(kind.shape) - len(counts))
+            pairs = zip(kind.shape, counts, strict=True)
+            return kind.update(shape=tuple(length // count for length, count in pairs))
+
+        pairs = zip(arrays, known.split, strict=True)
+        return jax.tree.map(type_of, params), [own(x, spec) for x, spec in pairs]
+
+    def _recorded(
+        self, told: StaticArguments, types: Any, error: BaseException | None
+    ) -> Recorded | None:
         """The loss and its derivative, traced where the data axes are automatic.
 
-        Raises JAX's error if that does not go, or if neither a constraint nor a loop or branch
-        whose values are typed differently is the reason for it.
+        If that does not go, raises JAX's error, which the map is no reason for; without an error
+        returns `None`.
         """
-        error, names = refused.__cause__, sorted(self.manual)
-        assert error is not None
+        names = sorted(self.manual)
         try:
             function = functools.partial(self._differentiated, told)
-            recorded = record(function, refused.types, self.mesh, self.axis, names)
+            recorded = record(function, types, self.mesh, self.axis, names)
         except Exception as other:
+            if error is None:
+                return None
             error.add_note(
                 f"The loss runs under a map over {names}. Traced outside of it, it "
                 f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
             )
             raise error from other
-        if not recorded.constrains and isinstance(error, ValueError):
-            raise error
-        if self.suspicious:
-            _check_closure(recorded.constants)
         return recorded
 
     def _warn_of_types(
@@ -356,39 +385,36 @@ def same_everywhere(
     return found
 
 
-def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
-    """The leaves in a function's closure, and in those of functions there; of partials, too."""
-    apart = Mapping, functools.partial  # a dict is no pytree unless its keys have an order
-    waiting: list[Any] = [loss_fn]
-    seen, found = set(), []
-    while waiting:
-        for x in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: isinstance(x, apart)):
-            if isinstance(x, Mapping):
-                waiting += x.values()
-            elif isinstance(x, functools.partial):
-                waiting += [x.func, x.args, x.keywords]
-            elif (inspect.isfunction(x) or hasattr(x, "__wrapped__")) and id(x) not in seen:
-                seen.add(id(x))
-                own = inspect.unwrap(x)
-                cells = getattr(own, "__closure__", None) or ()
-                waiting += [cell.cell_contents for cell in cells]
-                waiting += [own] if isinstance(own, functools.partial) else []
-            else:
-                found.append(x)
-    return found
+class _Shards(NamedTuple):
+    """Warns of parameters that data axes shard, where no specs tell it while JAX traces."""
+
+    leaves: tuple[tuple[str, int], ...]
+    """The path and the bytes of every parameter."""
+    axes: tuple[str, ...]
+
+    def __call__(self, found: list[frozenset[str]]) -> None:
+        pairs = zip(self.leaves, found, strict=True)
+        shards = [leaf for leaf, own in pairs if own & {*self.axes}]
+        if not shards:
+            return
+        names = ", ".join(path for path, _ in shards[:4])
+        warn(
+            f"{len(shards)} parameters ({names}{', ...' * (len(shards) > 4)}) are sharded over the "
+            f"data axes {self.axes} outside of jax.jit, and no specs= tell it inside: every device "
+            f"gathers {sum(nbytes for _, nbytes in shards):,} bytes, and gets whole gradients. "
+            "Pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), or "
+            "specs=P() if that is meant",
+        )
+
+
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array, without its sharding."""
+    own = jax.typeof(x)
+    return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
 
 
 class _RefusedError(Exception):
     """JAX refuses a loss under the map; its cause is JAX's error."""
-
-    def __init__(self, params: Any, arrays: list):
-        super().__init__()
-
-        def kind(x: Any) -> jax.ShapeDtypeStruct:
-            own = jax.typeof(x)
-            return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
-
-        self.types = jax.tree.map(kind, (params, arrays))
 
 
 def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, Any, Any]:
@@ -415,14 +441,15 @@ def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, A
     return (value, aux), grads, weight
 
 
-def _check_closure(constants: Sequence[Any]) -> None:
-    """Refuses a loss that uses arrays of the program around it."""
+def check_closure(constants: Sequence[Any]) -> None:
+    """Refuses a loss that uses arrays of the program around it, which no argument replaces."""
     used = [x for x in constants if isinstance(x, Tracer)]
     found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or is_key(x)]
     if found:
         raise ValueError(
             f"the loss closes over {len(found)} arrays of the traced program around it "
-            f"({', '.join(found[:4])}), and every worker would use all of each. Pass them as "
+            f"({', '.join(found[:4])}) in a place that cannot be found, such as a function of "
+            "jax.jit or a global variable, and every worker would use all of each. Pass them as "
             "arguments: the leading axis of an argument is split over workers, and its entry P() "
             "in batch_specs leaves it whole. Keys become each worker's own then"
         )
@@ -439,69 +466,6 @@ def _equal_losses(value: Array, axis: Axis, share: Array | None) -> int:
             "weight= out, or the reduction"
         )
     return count
-
-
-def _words(aux_tree: Any, told: Any, op: Op) -> list[str]:
-    """Returns the word of every leaf of aux."""
-    paths = jax.tree_util.tree_leaves_with_path(aux_tree)
-    try:
-        given = _spread(told, aux_tree)
-    except ValueError:
-        raise ValueError(
-            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
-            "for every leaf, one for all, or a dict of some keys"
-        ) from None
-    words = []
-    for (path, x), word in zip(paths, given, strict=True):
-        kind = jax.typeof(x)
-        scalar = kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact)
-        word = op if word is None and scalar else word
-        if word not in ("mean", "sum", "rows", "same"):
-            raise ValueError(
-                f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
-                f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "
-                "like it of 'mean', 'sum', 'rows' (every worker's, one after the other), or 'same' "
-                "(on all workers)"
-            )
-        words.append(word)
-    return words
-
-
-def _spread(told: Any, tree: Any) -> list[Any]:
-    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none."""
-    if told is None or isinstance(told, str):
-        return [told] * len(jax.tree.leaves(tree))
-    if isinstance(told, Mapping) and isinstance(tree, Mapping):
-        if unknown := [key for key in told if key not in tree]:
-            raise ValueError(f"{unknown[0]!r} is not a key of aux")
-        told = {key: told.get(key) for key in tree}
-    is_branch = lambda x: x is not told and x is not tree
-    words, parts = (jax.tree.flatten(x, is_leaf=is_branch) for x in (told, tree))
-    if words[1] != parts[1]:
-        raise ValueError(f"{words[1]} is not {parts[1]}")
-    pairs = zip(words[0], parts[0], strict=True)
-    return [word for own, part in pairs for word in _spread(own, part)]
-
-
-def _reduce_aux(aux: Any, words: list[str], share: Array | None, axis: Axis) -> tuple[Any, Any]:
-    """Leaves of aux that are the same on all workers, and rows; `None` where the other has one."""
-    leaves, treedef = jax.tree.flatten(aux)
-    pairs = [(x, word, word == "rows") for x, word in zip(leaves, words, strict=True)]
-    alike = (None if row else _reduce_value(x, word, share, axis) for x, word, row in pairs)
-    rows = (axis.to_varying(x) if row else None for x, _, row in pairs)
-    return treedef.unflatten(alike), treedef.unflatten(rows)
-
-
-def _reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
-    """One value of all workers; sums and means of low precision are taken in f32."""
-    x = axis.to_varying(jnp.asarray(x))
-    if word == "same":
-        return axis.assume_invarying(x)
-    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    wide = x.astype(jnp.float32) if low else x
-    if word == "sum":
-        return axis.psum(wide).astype(x.dtype)
-    return axis.pmean(weigh(wide, share)).astype(x.dtype)
 
 
 def _placed(

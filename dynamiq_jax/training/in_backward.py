@@ -95,8 +95,9 @@ def reduce_in_backward(
         that a leaf is a shard, and along which dimension. Outside of maps types say this.
       gather: how shards are gathered, like ``compression``. Default: ``DynamiQ(bits=8)`` with the
         same limits and exclusions as ``compression``. ``BF16()`` and ``F32()`` are native
-        all-gathers in 16 bits and in the leaf's dtype. Over NVLink, where bf16 is faster,
-        ``BF16()`` is the default for shards and their gradients.
+        all-gathers in 16 bits and in the leaf's dtype; with either as ``compression`` it is the
+        default. Over NVLink, where bf16 is faster, ``BF16()`` is the default for shards and their
+        gradients.
       copies: inside of maps, a tree like ``params`` of whole leaves, with the same bits on all
         workers, in any floating-point dtype. Gradients have the dtype of ``params``.
       method: the former name of ``compression``. It warns; the next version removes it.

@@ -16,6 +16,7 @@ Between two of these calls ``progress.ready`` has the arrays that the next call 
 pass them through a barrier, together with other arrays.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -63,6 +64,8 @@ class Operation(NamedTuple):
     """How many rounds come before it."""
     moves: bool
     """Whether it is a collective, or a loop around some."""
+    scope: str = ""
+    """The scope of the call around it, which names the plan that runs."""
 
 
 class Computation(NamedTuple):
@@ -109,7 +112,8 @@ def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for op in operations:
-        made = evaluate(op.equation, *map(read, op.takes))
+        with jax.named_scope(op.scope) if op.scope else contextlib.nullcontext():
+            made = evaluate(op.equation, *map(read, op.takes))
         values.update(zip(op.makes, made, strict=True))
 
 
@@ -136,7 +140,7 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
         rounds[slot] = round_number
         return slot
 
-    def walk(closed: Any, given: Sequence[Slot | Literal]) -> list[Slot | Literal]:
+    def walk(closed: Any, given: Sequence[Slot | Literal], scope: str) -> list[Slot | Literal]:
         jaxpr, consts = with_constants(closed)
         known: dict[Any, Slot | Literal] = dict(zip(jaxpr.invars, given, strict=True))
         for variable, value in zip(jaxpr.constvars, consts, strict=True):
@@ -150,15 +154,16 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
             own = tuple(map(read, equation.invars))
             moves = _moves(equation)
             if moves and (called := _called(equation)) is not None:
-                made = walk(called, own)
+                inside = str(equation.source_info.name_stack)
+                made = walk(called, own, "/".join(filter(None, (scope, inside))))
             else:
                 number = max((rounds[slot] for slot in slots(own)), default=0)
                 made = [fresh(number + moves) for _ in equation.outvars]
-                operations.append(Operation(equation, own, tuple(made), number, moves))
+                operations.append(Operation(equation, own, tuple(made), number, moves, scope))
             known.update(zip(equation.outvars, made, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    makes = walk(closed, takes)
+    makes = walk(closed, takes, "")
     early, late = _without_late(operations, small)
     computed, views = _without_views(early, makes)
     seeding, seeds = _of_words(computed, takes[len(takes) - n_words :], constants)

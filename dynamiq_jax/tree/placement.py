@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -249,6 +250,15 @@ def constrained(tree: Any, mesh: Mesh | AbstractMesh, specs: Sequence[P]) -> Any
     """``tree``, sharded as its leaves' specs say, and not as the compiler would choose."""
     shardings = jax.tree.structure(tree).unflatten(NamedSharding(mesh, spec) for spec in specs)
     return jax.lax.with_sharding_constraint(tree, shardings)
+
+
+def placement_of(x: Any, mesh: Mesh | AbstractMesh) -> P | None:
+    """How an array is sharded over the mesh; `None` where it cannot be seen or is elsewhere."""
+    traced = isinstance(x, Tracer)
+    sharding = jax.typeof(x).sharding if traced else getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return None
+    return sharding.spec
 
 
 def axes_above_one(names: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import daily
 from kernel_runs import (
     FORMATS,
     MX,
@@ -26,11 +27,15 @@ from dynamiq_jax.methods.dynamiq.plan import make_plan
 from pallas_kernels._compat import RUNS_MOSAIC
 
 BACKENDS = ["triton", "mosaic"] if RUNS_MOSAIC else ["triton"]
+DTYPES = [jnp.float32, jnp.bfloat16]
+DEALT = [(1, 3, 1000, 5), (4, 2, 96, 5)]
 SIZES = (2**18, 2**17 + 3 * 256, 100_003)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "dtype", daily([jnp.float32, jnp.bfloat16], [jnp.bfloat16]), ids=["f32", "bf16"]
+)
+@pytest.mark.parametrize("name", daily(FORMATS, [*FORMATS][::3]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_same_bits_as_the_reference(backend, name, dtype):
     fmt, size = FORMATS[name], SIZES[len(name) % len(SIZES)]
@@ -44,9 +49,9 @@ def test_same_bits_as_the_reference(backend, name, dtype):
         np.testing.assert_array_equal(actual[kernel], value, err_msg=kernel)
 
 
-@pytest.mark.parametrize("super_group_size", [128, 256, 1024, 2048])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("super_group_size", daily([128, 256, 1024, 2048], [256]))
+@pytest.mark.parametrize("dtype", daily([*DTYPES, jnp.float16], DTYPES))
+@pytest.mark.parametrize("size", daily(SIZES, [100_003]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics_agree_to_rounding(backend, size, dtype, super_group_size):
     """Also for each of several gradients, and means are not finite where a coordinate is not."""
@@ -67,7 +72,7 @@ def test_statistics_agree_to_rounding(backend, size, dtype, super_group_size):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("shards", "chunks", "size", "padding"),
-    [(1, 8, 4096, 0), (1, 1, 8, 3), (1, 3, 1000, 5), (4, 2, 96, 5), (2, 1, 2**17 + 64, 9)],
+    daily([(1, 8, 4096, 0), (1, 1, 8, 3), (2, 1, 2**17 + 64, 9), *DEALT], DEALT),
 )
 def test_super_groups_are_dealt_as_by_the_reference(backend, shards, chunks, size, padding):
     deal = jax.jit(lambda energy: [dealt(energy, chunks, size, of) for of in ("jnp", backend)])
@@ -79,7 +84,7 @@ def test_super_groups_are_dealt_as_by_the_reference(backend, shards, chunks, siz
             )
 
 
-@pytest.mark.parametrize("size", [2**23, 2**20 + 3 * 256])
+@pytest.mark.parametrize("size", daily([2**23, 2**20 + 3 * 256], [2**20 + 3 * 256]))
 def test_plans_are_those_of_the_reference(size):
     method, n = dq.DynamiQ(), 8
     layout = method.layout(size, n, dq.Direct())
@@ -93,8 +98,8 @@ def test_plans_are_those_of_the_reference(size):
         jax.tree.map(partial(np.testing.assert_array_equal, err_msg=field), one, other)
 
 
-@pytest.mark.parametrize("finite", [True, False], ids=["finite", "not finite"])
-@pytest.mark.parametrize("name", MX)
+@pytest.mark.parametrize("finite", daily([True, False], [False]), ids=["finite", "not finite"])
+@pytest.mark.parametrize("name", daily(MX, [*MX][::2]))
 def test_mx_kernels_give_the_bits_of_xla(name, finite):
     """XLA's program runs on the GPU, too, where sums keep subnormal numbers."""
     dtype, size = (jnp.bfloat16, 100_003) if len(name) % 2 else (jnp.float32, 2**17)
@@ -103,7 +108,7 @@ def test_mx_kernels_give_the_bits_of_xla(name, finite):
     assert_same_mx(actual, expected, finite=finite)
 
 
-@pytest.mark.parametrize("size", [2**20, 2**24 + 128])
+@pytest.mark.parametrize("size", daily([2**20, 2**24 + 128], [2**20]))
 def test_mx_kernels_of_many_programs_give_the_bits_of_xla(size):
     method = dq.comparators.MXFP8()
     x = mx_gradients(size, finite=True)

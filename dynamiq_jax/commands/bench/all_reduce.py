@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -30,6 +29,7 @@ from dynamiq_jax.commands.bench.timing import Timing, compile_calls, repeat_on_d
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.core import meshes
 from dynamiq_jax.core.xla import compiled_by, compiler_options, jit
 from dynamiq_jax.methods.metrics import vnmse
 
@@ -58,13 +58,18 @@ class AllReduceRow(Timing):
     transport: str
 
 
-def payloads_by(topology: Any, sizes: tuple[int, ...]) -> str:
-    """How the payloads of a topology travel on axes of these sizes, see `Topology.transport`."""
-    if topology is None:
+def payloads_by(compression: Compression | None, sizes: tuple[int, ...], size_bytes: int) -> str:
+    """How a psum of so many bytes sends payloads on axes of these sizes, see `Topology.transport`.
+
+    Sums that one push kernel does are "push" whatever the topology's transport is.
+    """
+    if compression is None or compression.topology is None:
         return "xla"
     with compiled_by(compiler_options()):
-        route: Any = Compression(topology=topology).route(sizes).topology
-    return route.levels(sizes).outer.transport
+        route: Any = compression.route(sizes)
+    if route.pushed is not None and route.pushed[0] <= size_bytes <= route.pushed[1]:
+        return route.push.transport
+    return route.topology.levels(sizes).outer.transport
 
 
 def repetitions(size_bytes: int, platform: str, iterations: int | None = None) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def bench_all_reduce(
                     n_workers=n,
                     iterations=counts["iterations"],
                     backend=contender.backend,
-                    transport=payloads_by(contender.topology, mesh.devices.shape),
+                    transport=payloads_by(contender.compression, mesh.devices.shape, size_bytes),
                     **asdict(timing),
                 )
             )
@@ -133,7 +138,7 @@ def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
         raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
     shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
     names = AXES[-len(shape) :]
-    return Mesh(np.array(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(shape))
+    return meshes.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
 
 
 def heavy_tailed_gradients(mesh: Mesh, coords: int) -> jax.Array:

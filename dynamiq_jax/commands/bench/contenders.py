@@ -151,6 +151,8 @@ class Contender(NamedTuple):
     backend: str = "xla"
     topology: Any = None
     """`None`: native collectives."""
+    compression: dq.Compression | None = None
+    """The options of `dq.psum` in `reduce`; `None`: native collectives."""
     replicated: bool = True
     """Whether all workers end with the same."""
     remembers: bool = False
@@ -290,6 +292,7 @@ def parse_method(text: str, topology: Any) -> Contender:
         wire_bytes=wire_bytes,
         backend=method.kernels.backend if method.kernels else "xla",
         topology=topology,
+        compression=None if topology is None else compression,
         remembers=method.needs_state,
     )
 

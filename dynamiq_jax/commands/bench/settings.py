@@ -31,7 +31,7 @@ class SettingRow(Timing):
       compressed: the share of coordinates that travel compressed.
       relative_error: of a super-group, see `dq.explain`.
       warning: what `dq.explain` advises where that is too much.
-      transport: what moves payloads: "collectives" or "permutes"; of native psum "xla".
+      transport: what moves payloads: "collectives", "permutes" or "push"; of native psum "xla".
     """
 
     setting: dq.Compression | None
@@ -153,7 +153,7 @@ def bench_settings(
                 compressed=_compressed(said),
                 relative_error=said.relative_error,
                 warning=said.advice,
-                transport=all_reduce.payloads_by(setting.topology, sizes),
+                transport=all_reduce.payloads_by(setting, sizes, size_bytes),
                 **asdict(timing),
             )
         )

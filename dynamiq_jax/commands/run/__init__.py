@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dynamiq_jax.commands.options import checked, checked_file
-from dynamiq_jax.commands.run.beats import parse_hosts
+from dynamiq_jax.commands.run.addresses import file_of, parse_hosts
 from dynamiq_jax.commands.run.supervisor import Settings, Supervisor
 
 Seconds = typer.Option(min=0.1)
@@ -21,7 +21,12 @@ def command(
             help="After --. {coordinator}, {processes} and {process_id} in it are filled in."
         ),
     ],
-    hosts: Annotated[str, typer.Option(help="NAME:PORT of every host's supervisor, by commas.")],
+    hosts: Annotated[
+        str,
+        typer.Option(
+            help="NAME:PORT of every host's supervisor, by commas; @FILE: one in each line."
+        ),
+    ],
     host_id: Annotated[int, typer.Option(min=0, help="Which of the hosts this is, from 0.")],
     min_hosts: Annotated[
         int | None, typer.Option(min=1, help="Fewest hosts that train (default: a majority).")
@@ -62,9 +67,9 @@ def command(
     least = min_hosts or len(addresses) // 2 + 1  # two halves of a cut network never both train
     settings = checked(
         "--hosts --host-id --min-hosts --silence --wait --patience --stall --ready", Settings,
-        hosts=addresses, host=host_id, command=command, least=least, silence=silence, wait=wait,
-        patience=patience, stall=stall, restarts=restarts, events=events,
-        ready=tuple(filter(None, ready.split(","))),
+        hosts=addresses, file=file_of(hosts), host=host_id, command=command, least=least,
+        silence=silence, wait=wait, patience=patience, stall=stall, restarts=restarts,
+        events=events, ready=tuple(filter(None, ready.split(","))),
     )  # fmt: skip
     if shutil.which(command[0]) is None:
         raise typer.BadParameter(

@@ -4,7 +4,6 @@ import dataclasses
 import enum
 import json
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 LONGEST_CAUSE = 600
 """Characters of a cause that a datagram carries."""
@@ -87,32 +86,3 @@ def connected(me: int, hears: Mapping[int, Iterable[int]]) -> tuple[int, ...]:
         if host != me and all(host in heard[a] and a in heard[host] for a in group):
             group.append(host)
     return tuple(sorted(group))
-
-
-class Address(NamedTuple):
-    """Where a supervisor listens."""
-
-    name: str
-    port: int
-
-
-def parse_hosts(text: str) -> tuple[Address, ...]:
-    """The addresses of "10.0.0.1:29500,10.0.0.2:29500".
-
-    Raises:
-      ValueError: fewer than two hosts, one twice, or one without a port.
-    """
-    found = []
-    for word in text.split(","):
-        name, _, port = word.strip().rpartition(":")
-        if not name or not port.isdecimal() or not 1024 <= int(port) <= 65000:
-            raise ValueError(
-                f"hosts={word.strip()!r}: give NAME:PORT for each host, with a port from 1024 to "
-                "65000, for example 10.0.0.1:29500,10.0.0.2:29500"
-            )
-        found.append(Address(name, int(port)))
-    if len(found) < 2:
-        raise ValueError(f"hosts={text!r} has {len(found)} host: give two or more")
-    if len(set(found)) < len(found):
-        raise ValueError(f"hosts={text!r} names a host twice: give each host once")
-    return tuple(found)

@@ -67,10 +67,16 @@ else:
 
 RAISED = re.compile(r"^[\w.]*(Error|Exception|Interrupt|Failure)\b.*")
 CONSEQUENCE = re.compile(
-    "heartbeat|unhealthy|coordination service|coordination agent|Connection (closed|reset)|"
-    "Connection refused|Broken pipe|Gloo|NCCL|Barrier|barrier|UNAVAILABLE|DEADLINE_EXCEEDED",
+    r"heartbeat|unhealthy|coordination service|coordination agent|connection (closed|reset)|"
+    r"connection (refused|timed out)|broken pipe|no route to host|network is unreachable|gloo|"
+    r"nccl|barrier|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED",
+    re.IGNORECASE,
 )
 """Messages of processes that end since another one has ended."""
+GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to")
+"""A line that a process writes when it has met the others: it tells nothing about its end."""
+KILLED = -signal.SIGKILL, 128 + signal.SIGKILL
+"""Statuses of a process that is never ended by the end of another one."""
 
 
 class End(NamedTuple):
@@ -199,7 +205,8 @@ class Child:
 
     def _keep(self, line: bytes) -> None:
         self._forward(line + b"\n")
-        if text := line.decode(errors="replace").strip("\r\n"):
+        text = line.decode(errors="replace").strip("\r\n")
+        if text and not GREETING.match(text):
             self._lines.append(text)
 
     def reported(self) -> str:
@@ -233,7 +240,7 @@ class Child:
             how = f"killed by {signal.Signals(-status).name}"
         else:
             how = f"ended with status {status}"
-        if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        if status in KILLED:
             if oom_kills() > self._oom_kills:
                 return End(status, f"{how} by the kernel: out of memory", False)
             return End(status, f"{how} (by a person, a scheduler, or for want of memory)", False)
@@ -241,7 +248,9 @@ class Child:
         if status == -signal.SIGABRT and fatal:
             return End(status, f"{how}: {fatal}", True)
         said = said or (self._lines[-1] if self._lines else "it wrote nothing")
-        return End(status, f"{how}: {said}", bool(CONSEQUENCE.search(said)))
+        # JAX ends a process by SIGABRT or by an exception when another one has ended.
+        by_others = status > 0 or status == -signal.SIGABRT
+        return End(status, f"{how}: {said}", by_others and bool(CONSEQUENCE.search(said)))
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and to all that it has started."""

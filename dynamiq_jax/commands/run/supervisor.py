@@ -12,6 +12,7 @@ Every host has one. All of them follow the same rules, and none is special:
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import json
 import selectors
@@ -23,8 +24,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from dynamiq_jax.commands.run.beats import Address, Beat, Phase, connected, decode
-from dynamiq_jax.commands.run.child import TERMINATED, Child, Script
+from dynamiq_jax.commands.run.addresses import Address, Book
+from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode
+from dynamiq_jax.commands.run.child import KILLED, PROGRESS, TERMINATED, Child, Script
 from dynamiq_jax.commands.slots import Slots
 
 PERIOD = 0.1
@@ -33,6 +35,10 @@ LINGER = 1.0
 """Seconds for which a supervisor tells the others that the run is over."""
 STOPPED = 1.0
 """Seconds after which a stopped process counts as lost."""
+REPORTS = 60.0
+"""Seconds after which a process that reports nothing is said to be one."""
+DOUBT = 5 * PERIOD
+"""Seconds for which a host that has failed lets the others name a cause before its own."""
 HEALTHY = 60.0
 """Seconds after which a generation that fails no longer counts as a failed restart."""
 SAVE = 120.0
@@ -56,6 +62,8 @@ class Settings:
     restarts: int = 10
     events: Path | None = None
     ready: tuple[str, ...] = ()
+    file: Path | None = None
+    """The file of ``hosts``, which is followed."""
 
     def __post_init__(self) -> None:
         n = len(self.hosts)
@@ -89,6 +97,7 @@ class Supervisor:
         self.beat = Beat(host=settings.host)
         self.others: dict[int, Beat] = {}
         self.heard: dict[int, float] = {}
+        self.book = Book(settings.hosts, settings.file, self.hears, self.say)
         self.child: Child | None = None
         self.spare: Child | None = None
         """A process with imported modules that waits for the next start."""
@@ -103,19 +112,23 @@ class Supervisor:
         self._suspect: tuple[str, float] | None = None  # a consequence, and until when it waits
         self._stopped_since: float | None = None
         self._asked: float | None = None  # when SIGTERM was sent to the process
-        self._leaving = False
+        self._leaving = 0  # signals that told this host to end
+        self._anew: set[int] = set()  # hosts whose supervisors have started anew meanwhile
         self._stage = ""
-        self._run = hashlib.sha256(repr(settings.hosts).encode()).hexdigest()[:16]
+        self._told_silence = False  # whether it was said that the process reports nothing
+        # Supervisors may have read a file at different times: its lines do not name the run.
+        own = (settings.file.name, len(settings.hosts)) if settings.file else settings.hosts
+        self._run = hashlib.sha256(repr(own).encode()).hexdigest()[:16]
 
     # --- The loop ---
 
     def run(self) -> int:
         """Supervises until the run is over; returns the exit status."""
-        family = socket.AF_INET6 if ":" in self.settings.hosts[0].name else socket.AF_INET
-        datagrams = socket.socket(family, socket.SOCK_DGRAM)
+        datagrams = socket.socket(self.book.family, socket.SOCK_DGRAM)
         with datagrams as self._socket, Slots.made() as self._slots:
             self._socket.setblocking(False)
-            self._socket.bind(("", self.settings.hosts[self.settings.host].port))
+            self._bind()
+            self.book.watch()
             try:
                 while self.status is None:
                     self.receive()
@@ -126,6 +139,19 @@ class Supervisor:
                 for child in filter(None, (self.child, self.spare)):
                     child.close()
         return self.status
+
+    def _bind(self) -> None:
+        """Takes this host's port."""
+        port = self.settings.hosts[self.settings.host].port
+        try:
+            self._socket.bind(("", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise OSError(
+                f"UDP port {port} of host {self.settings.host} is in use on this machine, perhaps "
+                "by another supervisor; end that one, or give another port in --hosts on all hosts"
+            ) from error
 
     def receive(self) -> None:
         """Reads beats and output for the length of a period."""
@@ -145,6 +171,9 @@ class Supervisor:
         """Keeps a beat of another host."""
         beat = decode(datagram, self._run, len(self.settings.hosts))
         if beat and beat.host != self.beat.host:
+            before = self._newest(beat.host)
+            if before and beat.generation == 0:
+                self._anew.add(beat.host)
             self.others[beat.host], self.heard[beat.host] = beat, self.clock()
 
     def send(self) -> None:
@@ -152,10 +181,10 @@ class Supervisor:
         hears = tuple(sorted(host for host in self.others if self.hears(host)))
         self.beat = dataclasses.replace(self.beat, hears=hears)
         datagram = self.beat.encode(self._run)
-        for host, address in enumerate(self.settings.hosts):
-            if host != self.beat.host:
-                with contextlib.suppress(OSError):  # a link that is down, a name not yet known
-                    self._socket.sendto(datagram, address)
+        for host, number in enumerate(self.book.numbers):
+            if host != self.beat.host and number:
+                with contextlib.suppress(OSError):  # a link that is down
+                    self._socket.sendto(datagram, number)
 
     def _farewell(self) -> None:
         end = self.clock() + LINGER
@@ -180,7 +209,7 @@ class Supervisor:
     def names(self, hosts: Any) -> str:
         """The hosts' numbers and addresses, for messages."""
         hosts = sorted(hosts)
-        words = [f"{host} ({self.settings.hosts[host].name})" for host in hosts]
+        words = [f"{host} ({self.book.hosts[host].name})" for host in hosts]
         return ("host " if len(hosts) == 1 else "hosts ") + ", ".join(words)
 
     # --- The rules ---
@@ -222,7 +251,7 @@ class Supervisor:
         )
         if group[0] == me and ready and enough:
             known = [beat.generation for beat in self.others.values()]
-            return self._start(1 + max([self.beat.generation, *known]), group)
+            return self._start(self._free(1 + max([self.beat.generation, *known])), group)
         if len(group) >= self.settings.least:
             self._began = now
         elif now - self._began > self.settings.patience:
@@ -231,9 +260,22 @@ class Supervisor:
                 f"{len(group)} of {self.settings.least} hosts that are needed (--min-hosts) came",
             )  # fmt: skip
 
+    def _free(self, generation: int) -> int:
+        """The next generation whose port is free on this host, where the coordinator runs."""
+        for number in range(generation, generation + PORTS):
+            port = self.book.hosts[self.beat.host].port + 1 + number % PORTS
+            with socket.socket(self.book.family) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind(("", port))
+                    return number
+                except OSError as error:
+                    self.say(f"TCP port {port}, for JAX's coordinator: {error.strerror}")
+        return generation
+
     def _start(self, generation: int, members: tuple[int, ...]) -> None:
         """Starts this host's process as one of a generation."""
-        first = self.settings.hosts[members[0]]
+        first = self.book.hosts[members[0]]
         values = {
             "coordinator": f"{first.name}:{first.port + 1 + generation % PORTS}",
             "processes": str(len(members)),
@@ -249,8 +291,9 @@ class Supervisor:
             host=self.beat.host, phase=Phase.RUNNING, generation=generation, members=members
         )
         self._suspect = self._stopped_since = self._asked = None
+        self._anew.clear()
         self._began = self._moved = self.clock()
-        self._stage, self._last, self._steps = "", -1, 0
+        self._stage, self._last, self._steps, self._told_silence = "", -1, 0, False
         missing = set(range(len(self.settings.hosts))) - set(members)
         without = f", without {self.names(missing)}" if missing else ""
         self.say(f"start {generation} with {len(members)} hosts{without}")
@@ -296,10 +339,19 @@ class Supervisor:
             self.child.signal(signal.SIGTERM)
         if self._asked is not None and self.clock() - self._asked > SAVE:
             self._fail(f"host {self.beat.host}: not ended {SAVE:g} s after SIGTERM")
+        elif self._leaving > 1:
+            self._fail(f"host {self.beat.host}: told to end a second time, without saving")
 
     def _read_progress(self) -> None:
         assert self.child
         stage = self.child.reported()
+        most = min(REPORTS, self.settings.stall)
+        if not (stage or self._told_silence) and self.clock() - self._began > most:
+            self._told_silence = True
+            self.say(
+                f"the process has written no step into ${PROGRESS} for {most:g} s: without it a "
+                "process that hangs is not noticed, and no host that comes back is taken in"
+            )
         if stage and stage != self._stage:
             self._stage = stage
             if stage.isdecimal():
@@ -313,12 +365,12 @@ class Supervisor:
             self._close(Phase.DONE, "")
         elif self._asked is not None and end.status in (TERMINATED, -signal.SIGTERM):
             self._close(Phase.READY, "")
-        elif not end.consequence:
+        elif end.status in KILLED:
             self._fail(f"{self.names([self.beat.host])}: {end.text}")
         elif self._suspect is None:
-            # Another host's end is the cause, and its beats tell which, or that there are none.
-            deadline = self.clock() + self.settings.silence + 1
-            self._suspect = f"{self.names([self.beat.host])}: {end.text}", deadline
+            # Another host's end may be the cause, and its beats tell so, or that there are none.
+            doubt = self.settings.silence + 1 if end.consequence else DOUBT
+            self._suspect = f"{self.names([self.beat.host])}: {end.text}", self.clock() + doubt
         elif cause := self._cause():
             self._fail(cause)
         elif self.clock() > self._suspect[1]:
@@ -332,6 +384,8 @@ class Supervisor:
         for host, other in told.items():
             if other.generation == beat.generation and other.phase is Phase.READY and other.cause:
                 return other.cause
+            if host in self._anew:
+                return f"{self.names([host])}: killed with its supervisor, which has started anew"
             if other.generation > beat.generation:
                 return f"{self.names([host])}: went on without this host"
             if other.phase is Phase.LEAVING:
@@ -446,8 +500,11 @@ class Supervisor:
     # --- What is written ---
 
     def leave(self, *_: object) -> None:
-        """The handler of SIGTERM: the process saves and ends, then this supervisor does."""
-        self._leaving = True
+        """The handler of SIGTERM and SIGINT: the process saves and ends, then this supervisor does.
+
+        The second signal ends the process at once.
+        """
+        self._leaving += 1
 
     def say(self, text: str) -> None:
         """Writes a line about the run."""

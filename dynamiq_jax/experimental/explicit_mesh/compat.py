@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -67,6 +67,32 @@ def refusals() -> tuple[type[Exception], ...]:
         if "shard" in str(error):
             return TypeError, ValueError, NotImplementedError, AssertionError, type(error)
     raise RuntimeError(unknown("sums of arrays on Explicit axes that are split differently"))
+
+
+@functools.cache
+def unrolls_typed() -> bool:
+    """Whether JAX unrolls a loop of typed rows in part, for which it joins dimensions of them."""
+    whole = NamedSharding(_EXPLICIT, P(unreduced=frozenset({"worker"})))
+    rows = jax.ShapeDtypeStruct((2, 2, 2), jnp.float32, sharding=whole)
+    try:
+        aside(lambda: jax.eval_shape(lambda x: lax.reshape(x, (4, 2)), rows))
+    except ValueError:
+        return False
+    return True
+
+
+def check_partitioner() -> None:
+    """Refuses XLA's former partitioner, which does not know values that are not summed yet.
+
+    Raises:
+      ValueError: `jax_use_shardy_partitioner` is off.
+    """
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        raise ValueError(
+            "jax_use_shardy_partitioner is False, and compression on Explicit axes needs Shardy: "
+            "only it leaves gradients unreduced. Leave the option at its default, True; or take a "
+            "mesh of Auto axes, as dq.make_mesh(..., axis_types=(AxisType.Auto,) * n)"
+        )
 
 
 def _knows_vjp() -> bool:

@@ -24,7 +24,12 @@ from dynamiq_jax.core.compat import name_of
 from dynamiq_jax.core.constraints import REMEDY, gathered_over
 from dynamiq_jax.core.meshes import resharded
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.experimental.explicit_mesh.compat import linear_program, refusals, traced_for
+from dynamiq_jax.experimental.explicit_mesh.compat import (
+    check_partitioner,
+    linear_program,
+    refusals,
+    traced_for,
+)
 from dynamiq_jax.experimental.explicit_mesh.explicit_shards import (
     BACKWARD,
     MARKS,
@@ -42,12 +47,14 @@ from dynamiq_jax.experimental.explicit_mesh.uses import (
     kept_on_auto,
     parameter,
     per_use,
+    unrolled_in_part,
     value_of,
 )
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import warn_of_gather
-from dynamiq_jax.training.auto_axes import StaticArguments, closed_over
+from dynamiq_jax.training.auto_axes import StaticArguments
+from dynamiq_jax.training.closures import closed_arrays
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -133,6 +140,8 @@ class ExplicitGrad(NamedTuple):
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
         given = self._sorted(params)
+        if given.large:
+            check_partitioner()
         try:
             value, back, aux = self._forward(loss, given, data)
         except refusals() as error:
@@ -143,7 +152,8 @@ class ExplicitGrad(NamedTuple):
         axes = axes_above_one(self.axis.names, self.mesh.shape)
         untyped = functools.partial(self._untyped, kept_on_auto(program.jaxpr, axes))
         native = program.leaves(untyped)
-        if native - program.leaves(functools.partial(untyped, split=True)):
+        lost = native - program.leaves(functools.partial(untyped, split=True))
+        if lost or unrolled_in_part(program.jaxpr):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
@@ -336,7 +346,7 @@ class ExplicitGrad(NamedTuple):
         name such axes, nothing changes.
         """
         counting = {*axes_above_one(self.mesh.axis_names, self.mesh.shape)}
-        if any(isinstance(x, Array) and axes_of(_spec(x)) - counting for x in closed_over(loss)):
+        if any(axes_of(_spec(x)) - counting for _, x in closed_arrays(loss).values()):
             return self(loss, params, data, **options)
 
         def without_ones(x: Any) -> Any:

@@ -21,6 +21,7 @@ from dynamiq_jax.compression.compression import first_states
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.experimental.explicit_mesh.compat import check_partitioner
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.plan.plan import Plan
@@ -176,9 +177,11 @@ def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMes
 
 
 def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
-    """Refuses leaves that are unreduced over other axes than ``axis``."""
+    """Refuses leaves that are unreduced over other axes than ``axis``, or without Shardy."""
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         found = unreduced_axes(x)
+        if found:
+            check_partitioner()
         if found and axes_above_one(found ^ {*axis.names}, mesh.shape):
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is unreduced over the axes {sorted(found)}, "

@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from dynamiq_jax.core.compat import (
     name_of,
     with_constants,
 )
-from dynamiq_jax.experimental.explicit_mesh.compat import refusals
+from dynamiq_jax.experimental.explicit_mesh.compat import refusals, unrolls_typed
 from dynamiq_jax.experimental.explicit_mesh.derived import (
     derive,
     has_own_derivative,
@@ -321,38 +322,77 @@ def kept_on_auto(jaxpr: Any, axes: Collection[str]) -> set[int]:
     return kept_here(jaxpr, axes).union(*inner)
 
 
-def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
-    """The `id` of each equation that brings an array to Auto axes for one use of `ON_AUTO`.
+def unrolled_in_part(jaxpr: Any) -> bool:
+    """Whether JAX has no rule for a loop of a program: typed values, and it is unrolled in part."""
 
-    JAX reads rows by `jax.sharding.auto_axes`: reshard, gather, reshard. Data axes, ``axes``, split
-    the result, so that the gradient of the array has each device's terms. Other functions on Auto
-    axes may have whole gradients, which JAX would take for terms.
+    def refused(equation: JaxprEqn) -> bool:
+        if name_of(equation) != "scan" or unrolls_typed():
+            return False
+        specs = (x.aval.sharding.spec for x in (*equation.invars, *equation.outvars))  # type: ignore[attr-defined]
+        is_typed = any(spec.reduced or spec.unreduced for spec in specs)
+        return is_typed and 1 < equation.params["unroll"] < equation.params["length"]
+
+    return any(refused(own) for own in chain.from_iterable(map(within, jaxpr.eqns)))
+
+
+def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
+    """The `id` of each equation that brings an array to Auto axes for uses of `ON_AUTO` alone.
+
+    JAX reads rows by `jax.sharding.auto_axes`: reshard, gather, reshard. `jnp.take` has its gather
+    within a `jax.jit`. Data axes, ``axes``, split the result, so that the gradient of the array has
+    each device's terms. Other functions on Auto axes may have whole gradients, which JAX would take
+    for terms.
     """
     own = with_constants(jaxpr)[0]
-    users: dict[Any, list[JaxprEqn]] = {}
-    found: set[int] = set()
-    for equation in own.eqns:
-        for atom in equation.invars:
-            if not isinstance(atom, Literal):
-                users.setdefault(atom, []).append(equation)
-
-    def only(variable: Any, serves: Callable[[JaxprEqn], bool]) -> bool:
-        return variable not in own.outvars and all(map(serves, users.get(variable, ())))
+    users = _users(own)
 
     def splits(equation: JaxprEqn) -> bool:
         if name_of(equation) != "reshard":
             return False
         return {*axes} <= axes_of(P(*equation.params["dst_sharding"].spec.partitions))
 
-    def used_once(equation: JaxprEqn, variable: Any) -> bool:
-        once = sum(atom is variable for atom in equation.invars) == 1
-        return once and name_of(equation) in ON_AUTO and only(equation.outvars[0], splits)
+    def is_split(variable: Any) -> bool:
+        return variable not in own.outvars and all(map(splits, users.get(variable, ())))
 
-    for equation in own.eqns:
-        if name_of(equation) == "reshard":
-            (made,) = equation.outvars
-            if only(made, functools.partial(used_once, variable=made)):
-                found.add(id(equation))
+    return {
+        id(equation)
+        for equation in own.eqns
+        if name_of(equation) == "reshard"
+        and (found := _results_of_uses(own, equation.outvars[0])) is not None
+        and all(map(is_split, found))
+    }
+
+
+def _users(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
+    """The equations that take each variable, once for each operand that it is."""
+    users: dict[Any, list[JaxprEqn]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, Literal):
+                users.setdefault(atom, []).append(equation)
+    return users
+
+
+def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
+    """The results of all uses of a variable, where each is one of `ON_AUTO`; else `None`."""
+    found: list[Any] = []
+    if variable in jaxpr.outvars:
+        return None
+    for equation in _users(jaxpr).get(variable, ()):
+        if sum(atom is variable for atom in equation.invars) != 1:
+            return None
+        if name_of(equation) in ON_AUTO:
+            found += equation.outvars
+        elif name_of(equation) in INLINED:
+            inner = with_constants(inner_jaxprs(equation)[0])[0]
+            (place,) = (i for i, atom in enumerate(equation.invars) if atom is variable)
+            made = _results_of_uses(inner, inner.invars[place])
+            if made is None or any(_users(inner).get(x) or x not in inner.outvars for x in made):
+                return None
+            pairs = zip(equation.outvars, inner.outvars, strict=True)
+            found += [outer for outer, x in pairs if x in made]
+        else:
+            return None
     return found
 
 
@@ -506,10 +546,50 @@ def _scan(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
             return found[:n_carry], found[n_carry:]
 
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
-        carry, made = lax.scan(body, carries, rows, **options)
+        carry, made = scan_typed(body, carries, rows, **options)
         return [*carry, *made]
 
     return _run_inner(others, uses, run)
+
+
+def scan_typed(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: list[Any],
+    rows: list[Any],
+    *,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> tuple[Any, Any]:
+    """`lax.scan`, also of typed rows where JAX has no rule for them in a loop unrolled in part.
+
+    There every iteration of a loop runs the body ``unroll`` times.
+    """
+    if not 1 < unroll < length or unrolls_typed():
+        return lax.scan(body, carry, rows, length=length, reverse=reverse, unroll=unroll)
+    turns, rest = divmod(length, unroll)
+    first, last = (rest, length) if reverse else (0, length - rest)
+    once = jax.jit(body)  # traced once for all of its calls
+
+    def turn(carry: Any, rows: Any) -> tuple[Any, Any]:
+        made: list[Any] = [None] * unroll
+        for i in reversed(range(unroll)) if reverse else range(unroll):
+            carry, made[i] = once(carry, jax.tree.map(lambda x, i=i: x[i], rows))
+        return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
+
+    def part(x: Array, *ends: int) -> Array:
+        return lax.slice_in_dim(x, *ends)
+
+    grouped = [part(x, first, last).reshape(turns, unroll, *x.shape[1:]) for x in rows]
+    carry, made = lax.scan(turn, carry, grouped, length=turns, reverse=reverse)
+    made = jax.tree.map(lambda y: lax.collapse(y, 0, 2), made)
+    if not rest:
+        return carry, made
+    ends = (0, first) if reverse else (last, length)
+    over = [part(x, *ends) for x in rows]
+    carry, more = lax.scan(body, carry, over, length=rest, reverse=reverse, unroll=rest)
+    pairs = (more, made) if reverse else (made, more)
+    return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *pairs)
 
 
 def _cond(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:

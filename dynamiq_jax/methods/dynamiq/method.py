@@ -83,7 +83,8 @@ class DynamiQ(HopMethod):
         permutation) or "independent".
       dither: whether decoders regenerate the encoders' noise and subtract its part of the rounding
         error. This removes at least half of the error, with the same wire bits and without bias,
-        but decoding takes more arithmetic. "geometric" levels do not support it.
+        but decoding takes more arithmetic. Sums of exact zeros stay zero. "geometric" levels do
+        not support it.
       format: groups and super-groups, their scales and levels; see `Format`.
       backend: which kernels run, see `pallas_kernels`; `None` chooses by platform.
       debug_checks: whether every all-reduce verifies, at some cost, that plan and result have the
@@ -347,6 +348,21 @@ class DynamiQ(HopMethod):
         if topology is None:
             return self.gather_layout(size, n_workers).wire_bits
         return self.layout(size, n_workers, topology, "reduce_scatter").wire_bits
+
+    def seed_bits(
+        self,
+        size: int,
+        n_workers: int,
+        topology: Topology | None,
+        collective: Collective = "all_reduce",
+    ) -> int:
+        """See `Method`: samples, whose hash is the seed where there are no statistics."""
+        if self.plan is not False or n_workers == 1:
+            return 0
+        if collective == "all_gather":
+            return self.gather_layout(size, n_workers).stats_bits
+        assert topology is not None
+        return self.layout(size, n_workers, topology, collective).stats_bits
 
     def exchange_format(self, n_workers: int) -> WireFormat:
         """The wire format of one width, the largest that fits ``bits`` for all workers."""

@@ -1,0 +1,142 @@
+"""Plans are the program: their bytes are those of the compiled program's collectives."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import test_ways
+import ways
+from cases import CHEAP, daily
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from workers import auto_mesh, mesh_of
+
+import dynamiq_jax as dq
+import dynamiq_jax.plan.plan as plan_module
+
+pytestmark = pytest.mark.usefixtures("dtypes_promoted")
+
+LARGEST_OTHER = 4096
+"""Bytes of a collective without a plan: norms, losses, flags."""
+
+
+def check(found, most_other=LARGEST_OTHER):
+    """The program sends what the plans say, and nothing large travels without one."""
+    assert found.plans and found.counted
+    assert found.agrees, (found.sent_bytes, found.program_bytes)
+    large = [x for x in found.others if x.sent_bytes > most_other]
+    assert not large, large
+
+
+DAILY = ["explicit:5", "zero-pipeline:5/2.5", "fsdp-layers:5/8"]
+
+
+@pytest.mark.parametrize("text", daily(test_ways.COMPRESSED, DAILY))
+def test_the_plans_of_a_way_are_its_program(text):
+    t = test_ways.Cheap(**vars(test_ways.training(auto_mesh(test_ways.N))))
+    way = ways.make_way(text, t)
+    split = jax.NamedSharding(way.mesh, P(way.mesh.axis_names))
+    tokens = test_ways.batches(t.mesh.size)[0]
+    batch = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=split)
+    with jax.set_mesh(way.mesh):
+        found = dq.explain(jax.jit(way.step), way.like, batch, verbose=False)
+    check(found)
+
+
+def mapped(function, *shapes):
+    """A step of 4 workers, and its arguments: arrays of these shapes, split over the workers."""
+    mesh = auto_mesh(4)
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(mesh, P("data")))
+        for shape in shapes
+    ]
+    step = jax.shard_map(
+        function, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False
+    )
+    return step, *args
+
+
+COLLECTIVES = {
+    "psum": lambda x, **how: dq.psum(x, "data", **how),
+    "psum_scatter": lambda x, **how: dq.psum_scatter(x, "data", tiled=True, **how),
+    "all_gather": lambda x, **how: dq.all_gather(x, "data", tiled=True, **how),
+    "all_to_all": lambda x, **how: dq.all_to_all(x, "data", 0, 0, tiled=True, **how),
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("keyed", [False, True])
+def test_the_plan_of_a_collective_is_its_program(name, keyed):
+    how = {"compression": CHEAP} | ({"key": jax.random.key(0)} if keyed else {})
+    found = dq.explain(*mapped(lambda x: COLLECTIVES[name](x, **how), (4 * 8192,)), verbose=False)
+    check(found, most_other=0)
+    (run,) = found.plans
+    assert run.times == 1 and len(run.plan.buckets) == 1 and found.native_bytes == 0
+
+
+def test_a_plan_in_a_scan_runs_as_often_as_the_scan():
+    def layers(x):
+        total = lambda x, _: (dq.pmean(x, "data", compression=CHEAP), None)
+        return jax.lax.scan(total, x, None, length=3)[0]
+
+    found = dq.explain(*mapped(layers, (4 * 8192,)), verbose=False)
+    check(found, most_other=0)
+    assert [run.times for run in found.plans] == [3]
+
+
+def test_a_program_that_sends_more_or_less_than_its_plans_is_told(monkeypatch):
+    """The user's own psum is a row; a plan that is too cheap or too dear is named."""
+
+    def both(x):
+        return dq.psum(x, "data", compression=CHEAP) + jax.lax.psum(2 * x, "data")
+
+    found = dq.explain(*mapped(both, (4 * 8192,)), verbose=False)
+    assert found.agrees and len(found.plans) == 1
+    (own,) = found.others  # XLA may join it with the statistics
+    assert own.name == "all-reduce"
+    assert own.sent_bytes == pytest.approx(2 * 3 / 4 * 4 * 8192, rel=0.02)
+    assert found.sent_bytes == found.plans[0].sent_bytes + own.sent_bytes
+    assert "all-reduce" in str(found) and "no plan: " in str(found)
+    alone = mapped(lambda x: dq.psum(x, "data", compression=CHEAP), (4 * 8192,))
+    honest = plan_module.Plan.sent_bytes.fget
+    monkeypatch.setattr(plan_module.Plan, "sent_bytes", property(lambda x: 1.1 * honest(x)))
+    found = dq.explain(*alone, verbose=False)
+    assert not found.agrees and "is not what its plans say" in str(found)
+    monkeypatch.setattr(plan_module.Plan, "sent_bytes", property(lambda x: 0.8 * honest(x)))
+    assert not dq.explain(*alone, verbose=False).agrees
+
+
+def test_leaves_that_are_split_along_different_dimensions_share_buckets():
+    """Alone, each kind would be too small to be compressed by default."""
+    shapes = [(128, 4, 32)] * 6 + [(4, 32, 128)] * 2 + [(512, 128)] + [(128, 512)]
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+        params = [jnp.ones(shape, device=replicated) for shape in shapes]
+        batch = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=split)
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data")
+        state = dq.optax.init(optimizer, params, mesh)
+        grads_of = dq.value_and_grad(loss, axis_name="data", reduce=False)
+
+        def step(params, state, batch):
+            _, grads = grads_of(params, batch)
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        found = dq.explain(step, params, state, batch, verbose=False)
+    check(found)
+    kinds = {run.plan.kind: len(run.plan.buckets) for run in found.plans}
+    assert kinds == {"reduce-scatter": 1, "all-gather": 1}
+    assert not any(run.native_bytes for run in found.plans)
+
+
+def loss(params, batch):
+    return sum(jnp.mean((batch @ w.reshape(128, -1)) ** 2) for w in params)
+
+
+def test_what_explain_is_given_is_a_step_or_a_tree():
+    with pytest.raises(ValueError, match="got a step, and compression, which a step has inside"):
+        dq.explain(lambda x: x, jnp.ones(3), compression=CHEAP)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="takes a tree and n_workers, and got 0 arguments"):
+        dq.explain({"w": jnp.ones(3)})  # type: ignore[call-overload]
+    assert dq.explain(tree=jnp.ones(8), n_workers=4, verbose=False).n_workers == 4
