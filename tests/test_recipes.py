@@ -52,7 +52,7 @@ def execute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def execute(code, name):
-        found: dict = {}
+        found: dict = {"__name__": "recipe"}  # as classes of a script have a module
         exec(compile(code, name, "exec"), found)
         return found
 
