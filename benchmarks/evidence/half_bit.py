@@ -11,7 +11,10 @@ and compares them, seed by seed, with the exact mean.
 Methods are those of training.py, and
 
 * ``A>B/C``: sharded updates, with gradients by A in the first tenth of the steps and by B later;
-* ``A|B/C``: sharded updates, with gradients of the embedding and the output head by A.
+* ``A|B/C``: sharded updates, with gradients of the embedding and the output head by A;
+* ``A/half=B``: sharded updates that send differences of one half of the leaves in even steps, and
+  of the other half in odd steps, by B; what is not sent stays in the owner's gap;
+* ``A/every=B``: sharded updates that send all differences in odd steps, by B.
 """
 
 import json
@@ -19,23 +22,24 @@ import re
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import training
 import typer
-from jax import lax
-from training import AXIS, EIGHT, METHODS, MODELS, Task, Way
+from jax import Array, lax
+from training import EIGHT, METHODS, MODELS, Task, Way
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.bench import contenders
+from dynamiq_jax.methods.plain import PlainMethod
 
 FIRST = 0.1
 """The part of the steps that `>` means."""
@@ -65,7 +69,23 @@ METHODS |= {  # type: ignore[operator]
     "dynamiq-loco-slow": partial(loco, beta=0.02),
     "mxfp4-loco": lambda **own: dq.comparators.LoCo(dq.comparators.MXFP4(**own)),
 }
-"""Of which ``64`` has groups of 64 in super-groups of 512, along the residual stream."""
+"""``64`` means groups of 64 in super-groups of 512, along the residual stream."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nothing(PlainMethod):
+    """Sends nothing that counts: every value decodes as zero."""
+
+    unit: ClassVar[int] = 32
+
+    def encode(self, values: Any, noise: Any) -> tuple[Array]:
+        """See `PlainMethod`."""
+        return (jnp.zeros(values.size // 32, jnp.uint32),)
+
+    def decode(self, payload: tuple[Array], size: int) -> Array:
+        """See `PlainMethod`."""
+        return jnp.zeros(size, jnp.float32)
+
 
 D, G = "dynamiq-dither-axis", "dynamiq-dither-64"
 OLD, NEW = "dynamiq-dither:2.5", f"{G}:2.25"
@@ -84,7 +104,12 @@ TINY = [
 ]  # fmt: skip
 MID = [
     "exact", "bf16-psum", f"mxfp4/{OLD}", f"{G}:3.5/{NEW}", f"{G}:3.25/{NEW}", f"{D}:3.5/{OLD}",
-    f"dynamiq-dither:4/{OLD}",
+]  # fmt: skip
+HALVES = [f"{G}:4/half={G}:3.5", f"{G}:3.5/half={G}:4.5", f"exact/half={G}:3.5"]
+MORE = [
+    "exact", f"exact/{NEW}", f"{D}:4/{OLD}", *HALVES, f"{G}:4/{NEW}", f"{G}:3.5/{OLD}",
+    f"{G}:4/every={G}:3.5", f"exact/{OLD}", f"mxfp4/half={G}:3.5", f"mxfp4/{NEW}",
+    f"dynamiq-dither:4/{OLD}", f"{G}:3.75/half={G}:4",
 ]  # fmt: skip
 
 
@@ -94,7 +119,10 @@ def _rows(model: str, init: str, methods: list[str]) -> list[tuple[str, str, str
 
 QUEUES = {
     "smoke": _rows("micro", "unit", ["exact", f"{D}:4>{G}:3.25/{NEW}", f"{G}:4|{G}:3.25/{NEW}",
-                                     "dynamiq-loco:3.5", "sdp4bit/block-int:4"]),
+                                     "dynamiq-loco:3.5", "sdp4bit/block-int:4", HALVES[0],
+                                     f"{G}:4/every={G}:3.5"]),
+    "more": _rows("mid", "unit", MORE)
+    + _rows("tiny", "unit", ["exact", *HALVES, f"{G}:4/every={G}:3.5", f"mxfp4/half={G}:3.5"]),
     "screen": _rows("tiny", "unit", TINY[:16]) + _rows("mid", "unit", MID)
     + _rows("tiny", "unit", TINY[16:]) + _rows("tiny", "gpt2", TINY[:16] + TINY[22:]),
 }  # fmt: skip
@@ -146,8 +174,46 @@ def by_leaf(texts: tuple[str, str], differences: str, recipe: Any) -> Way:
     return way._replace(method=f"{name}/{differences}", bits_per_coord=bits)
 
 
+def alternating(gradients: str, how: str, inner: str, recipe: Any) -> Way:
+    """Sharded updates that send differences of a half of the leaves, or every second step."""
+    method, make = training.make_method(inner), training.make_method
+
+    def chooser(step: int) -> Any:
+        def choose(path: str, leaf: Any) -> Any:
+            number = zlib.crc32(path.encode()) % 2 if how == "half" else 1
+            return method if number == step else Nothing()
+
+        return choose
+
+    ways = []
+    for step in range(2):
+        chosen = chooser(step)
+        training.make_method = lambda text, *own: chosen if text == how else make(text, *own)  # noqa: B023
+        try:
+            ways.append(training.sharded(f"{gradients}/{how}", "direct", recipe, EIGHT))
+        finally:
+            training.make_method = make
+
+    def init(params: Any) -> Any:
+        return ways[0].init(params), jnp.int32(0)
+
+    def update(grads: Any, state: Any, params: Any, key: Any) -> Any:
+        own, step = state
+        branches = [way.update for way in ways]
+        params, own = lax.switch(step % 2, branches, grads, own, params, key)
+        return params, (own, step + 1)
+
+    whole = training.sharded(f"{gradients}/{inner}", "direct", recipe, EIGHT).bits_per_coord(None)
+    alone = training.sharded(f"{gradients}/{gradients}", "direct", recipe, EIGHT)
+    bits = alone.bits_per_coord(None) / 2 + (whole - alone.bits_per_coord(None) / 2) / 2
+    return Way(f"{gradients}/{how}={inner}", "direct", lambda _: bits, init, update)
+
+
 def make_way(text: str, recipe: Any) -> Way:
     """The way that a row means."""
+    if "=" in text:
+        gradients, _, differences = text.partition("/")
+        return alternating(gradients, *differences.split("="), recipe)
     for mark, make in ((">", by_step), ("|", by_leaf)):
         if mark in text:
             gradients, _, differences = text.partition("/")
@@ -258,7 +324,9 @@ def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--j
         told = "–" if value is None else f"{value:+.2f} ± {error or 0:.2f}"
         print(own["model"], own["init"], own["method"], f"{row['bits_per_coord']:.3f}", told)
     if json_file:
-        json_file.write_text(json.dumps({"invocations": invocations, "rows": kept}, indent=1) + "\n")
+        json_file.write_text(
+            json.dumps({"invocations": invocations, "rows": kept}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """LoCo: a moving average of compression errors, kept in 8 bits (Xie et al., arXiv 2407.04480).
 
-g is a worker's gradient, e its memory. It sends g + e, and lost is the part of that which is missing
-in the sum (`TellsLosses`). Then e becomes (1 - beta) e + beta lost. So e follows the mean error of
-a biased method, and random errors hardly enter it. Every ``period`` steps e starts again from zero.
+A worker has a gradient g and a memory e. It sends g + e, and lost is the part of that which is
+missing in the sum (`TellsLosses`). Then e becomes (1 - beta) e + beta lost. So e follows the mean
+error of a biased method, and random errors hardly enter it. Every ``period`` steps e starts again
+from zero.
 """
 
 from dataclasses import dataclass
