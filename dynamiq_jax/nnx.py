@@ -22,7 +22,7 @@ from dynamiq_jax.compression.compression import ByPath, Compression, as_compress
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_explicit
-from dynamiq_jax.core.passing import passed_arguments
+from dynamiq_jax.jaxprs.passing import passed_arguments
 from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.core.passing import passed_arguments
+from dynamiq_jax.jaxprs.passing import passed_arguments
 from dynamiq_jax.methods.metrics import vnmse
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -117,7 +117,7 @@ def test_paths_of_states_exclude_norms():
 
     def by_path(path, leaf):
         asked.append(path)
-        return None if path.startswith("norm/") else dq.comparators.MXFP8()
+        return None if path.startswith("norm/") else dq.contrib.MXFP8()
 
     grads = nnx.state(Model(), nnx.Param)
     found = dq.explain(grads, 8, compression=small(by_path), topology=dq.Direct(), verbose=False)

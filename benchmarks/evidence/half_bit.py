@@ -56,7 +56,7 @@ def _levels(levels: Any) -> Callable[..., Any]:
 def loco(bits: float, beta: float = 0.1, **options: Any) -> Any:
     """LoCo's memory around DynamiQ with dither."""
     options |= {"format": dq.Format(scale_axis="auto"), "dither": True}
-    return dq.comparators.LoCo(dq.DynamiQ(bits=bits, **options), beta=beta)
+    return dq.contrib.LoCo(dq.DynamiQ(bits=bits, **options), beta=beta)
 
 
 METHODS |= {  # type: ignore[operator]
@@ -67,7 +67,7 @@ METHODS |= {  # type: ignore[operator]
     "dynamiq-dither-64-companded": _levels("companded"),
     "dynamiq-loco": loco,
     "dynamiq-loco-slow": partial(loco, beta=0.02),
-    "mxfp4-loco": lambda **own: dq.comparators.LoCo(dq.comparators.MXFP4(**own)),
+    "mxfp4-loco": lambda **own: dq.contrib.LoCo(dq.contrib.MXFP4(**own)),
 }
 """``64`` means groups of 64 in super-groups of 512, along the residual stream."""
 

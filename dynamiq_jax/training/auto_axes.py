@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
-from dynamiq_jax.core.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
 from dynamiq_jax.core.lowering import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh

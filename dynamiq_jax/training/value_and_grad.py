@@ -23,6 +23,7 @@ from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments
 from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
+from dynamiq_jax.training.explicit_axes import ExplicitGrad
 from dynamiq_jax.training.lifting import Losses, lifted
 from dynamiq_jax.training.wanted import Wanted, apart, together
 from dynamiq_jax.tree.placement import check_nodes
@@ -241,8 +242,6 @@ def _on_explicit_axes(
     loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
     """A function of parameters and data: the context of the derivative, and what runs in it."""
-    from dynamiq_jax.experimental.explicit_mesh.explicit_axes import ExplicitGrad
-
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     grad = ExplicitGrad(abstract, wanted)
     run = grad.without_unit_axes if 1 in abstract.axis_sizes else grad
