@@ -14,10 +14,14 @@ Methods are those of training.py, and
 * ``A|B/C``: sharded updates, with gradients of the embedding and the output head by A;
 * ``A/half=B``: sharded updates that send differences of one half of the leaves in even steps, and
   of the other half in odd steps, by B; what is not sent stays in the owner's gap;
-* ``A/every=B``: sharded updates that send all differences in odd steps, by B.
+* ``A/every=B``: sharded updates that send all differences in odd steps, by B;
+* ``nearest-L``: blocks of 32 with one scale of 8 bits, whose values go to the nearest of L levels;
+* ``dynamiq-nearest``: DynamiQ without noise (``HALF_BIT_NEAREST=1`` in the environment).
 """
 
+import itertools
 import json
+import os
 import re
 import sys
 import threading
@@ -40,6 +44,7 @@ from training import EIGHT, METHODS, MODELS, Task, Way
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.plain import PlainMethod
+from pallas_kernels import reference
 
 FIRST = 0.1
 """The part of the steps that `>` means."""
@@ -87,6 +92,65 @@ class Nothing(PlainMethod):
         return jnp.zeros(size, jnp.float32)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Nearest(PlainMethod):
+    """The nearest of a few levels, in units of the largest magnitude of a block.
+
+    Its payload has a byte for every code; `by_hand` has the bits of packed ones.
+    """
+
+    levels: tuple[float, ...]
+    """Magnitudes from 0 to 1."""
+    block_size: int = 32
+
+    @property
+    def unit(self) -> int:
+        """Chunks have whole blocks."""
+        return self.block_size
+
+    def encode(self, values: Any, noise: Any) -> tuple[Array, Array]:
+        """See `PlainMethod`."""
+        x = values.astype(jnp.float32).reshape(-1, self.block_size)
+        top = jnp.max(jnp.abs(x), axis=1)
+        octave = jnp.where(top > 1e-18, jnp.ceil(4 * jnp.log2(jnp.maximum(top, 1e-18))), -127)
+        z = jnp.abs(x) / jnp.exp2(octave / 4)[:, None]
+        cuts = jnp.asarray([(a + b) / 2 for a, b in itertools.pairwise(self.levels)])
+        codes = jnp.searchsorted(cuts, z, method="compare_all").astype(jnp.int8)
+        return octave.astype(jnp.int16), jnp.where(x < 0, -codes, codes).reshape(-1)
+
+    def decode(self, payload: tuple[Array, Array], size: int) -> Array:
+        """See `PlainMethod`."""
+        octave, codes = payload
+        scale = jnp.exp2(octave.astype(jnp.float32) / 4)[:, None]
+        value = jnp.asarray(self.levels)[jnp.abs(codes)] * jnp.sign(codes)
+        return (value.reshape(-1, self.block_size) * scale).reshape(size)
+
+
+def _without_noise() -> None:
+    """Makes encoders of DynamiQ's gradients round to the nearest level."""
+    noise_words = reference.noise_words
+
+    def words(counter: Any, rotation: Any, noise: Any, rounding: Any) -> Any:
+        found = noise_words(counter, rotation, noise, rounding)
+        return jnp.full_like(found, 0x7FFFFFFF) if rounding == "antithetic" else found
+
+    reference.noise_words = words
+
+
+if os.environ.get("HALF_BIT_NEAREST"):
+    _without_noise()
+METHODS |= {  # type: ignore[operator]
+    "nearest-0124": lambda **own: Nearest(levels=(0, 0.25, 0.5, 1)),
+    "nearest-0123": lambda **own: Nearest(levels=(0, 1 / 3, 2 / 3, 1)),
+    "nearest-lloyd": lambda **own: Nearest(levels=(0, 0.22, 0.5, 0.92)),
+    "nearest-ternary": lambda **own: Nearest(levels=(0, 0.7)),
+    "nearest-five": lambda **own: Nearest(levels=(0, 0.4, 0.9)),
+    "nearest-eight": lambda **own: Nearest(levels=(0, 0.1, 0.2, 0.3, 0.42, 0.56, 0.74, 0.96)),
+    "nearest-64": lambda **own: Nearest(levels=(0, 0.22, 0.5, 0.92), block_size=64),
+    "dynamiq-nearest": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
+    "dynamiq-nearest-64": partial(dq.DynamiQ, format=FORMAT),
+}
+
 D, G = "dynamiq-dither-axis", "dynamiq-dither-64"
 OLD, NEW = "dynamiq-dither:2.5", f"{G}:2.25"
 
@@ -113,6 +177,15 @@ MORE = [
 ]  # fmt: skip
 
 
+FLOATS = [
+    f"nearest-{levels}/{NEW}" for levels in
+    ("lloyd", "0124", "five", "64", "0123", "ternary", "eight")
+]  # fmt: skip
+WITHOUT_NOISE = [
+    f"dynamiq-nearest{how}/{NEW}" for how in (":3.5", "-64:3.25", ":4", "-64:2.75")
+]  # fmt: skip
+
+
 def _rows(model: str, init: str, methods: list[str]) -> list[tuple[str, str, str]]:
     return [(model, init, method) for method in methods]
 
@@ -121,6 +194,9 @@ QUEUES = {
     "smoke": _rows("micro", "unit", ["exact", f"{D}:4>{G}:3.25/{NEW}", f"{G}:4|{G}:3.25/{NEW}",
                                      "dynamiq-loco:3.5", "sdp4bit/block-int:4", HALVES[0],
                                      f"{G}:4/every={G}:3.5"]),
+    "floats": _rows("tiny", "unit", ["exact", *FLOATS]) + _rows("mid", "unit", FLOATS),
+    "without-noise": _rows("tiny", "unit", ["exact", *WITHOUT_NOISE])
+    + _rows("mid", "unit", WITHOUT_NOISE),
     "more": _rows("mid", "unit", MORE)
     + _rows("tiny", "unit", ["exact", *HALVES, f"{G}:4/every={G}:3.5", f"mxfp4/half={G}:3.5"]),
     "screen": _rows("tiny", "unit", TINY[:16]) + _rows("mid", "unit", MID)
