@@ -133,6 +133,7 @@ EVERY_METHOD = {
     "dynamiq, no plan, memory": Row(
         low(dq.ErrorFeedback(dq.DynamiQ(plan=False))), OVER, 256, 0.1
     ),
+    "dynamiq, nearest": Row(low(dq.DynamiQ(rounding="nearest")), OVER, 256, 0.04),
     "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
     "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
     # A packet of the largest values may be lost, with up to all of the sum's energy.

@@ -16,12 +16,11 @@ Methods are those of training.py, and
   of the other half in odd steps, by B; what is not sent stays in the owner's gap;
 * ``A/every=B``: sharded updates that send all differences in odd steps, by B;
 * ``nearest-L``: blocks of 32 with one scale of 8 bits, whose values go to the nearest of L levels;
-* ``dynamiq-nearest``: DynamiQ without noise (``HALF_BIT_NEAREST=1`` in the environment).
+* ``dynamiq-nearest``: DynamiQ with ``rounding="nearest"``.
 """
 
 import itertools
 import json
-import os
 import re
 import sys
 import threading
@@ -44,10 +43,10 @@ from training import EIGHT, METHODS, MODELS, Task, Way
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.plain import PlainMethod
-from pallas_kernels import reference
 
 FIRST = 0.1
 """The part of the steps that `>` means."""
+LEAST_SEEDS = 3
 EDGES = re.compile("embed|head")
 
 FORMAT = dq.Format(group_size=64, super_group_size=512, scale_axis="auto")
@@ -126,19 +125,6 @@ class Nearest(PlainMethod):
         return (value.reshape(-1, self.block_size) * scale).reshape(size)
 
 
-def _without_noise() -> None:
-    """Makes encoders of DynamiQ's gradients round to the nearest level."""
-    noise_words = reference.noise_words
-
-    def words(counter: Any, rotation: Any, noise: Any, rounding: Any) -> Any:
-        found = noise_words(counter, rotation, noise, rounding)
-        return jnp.full_like(found, 0x7FFFFFFF) if rounding == "antithetic" else found
-
-    reference.noise_words = words
-
-
-if os.environ.get("HALF_BIT_NEAREST"):
-    _without_noise()
 METHODS |= {  # type: ignore[operator]
     "nearest-0124": lambda **own: Nearest(levels=(0, 0.25, 0.5, 1)),
     "nearest-0123": lambda **own: Nearest(levels=(0, 1 / 3, 2 / 3, 1)),
@@ -147,8 +133,8 @@ METHODS |= {  # type: ignore[operator]
     "nearest-five": lambda **own: Nearest(levels=(0, 0.4, 0.9)),
     "nearest-eight": lambda **own: Nearest(levels=(0, 0.1, 0.2, 0.3, 0.42, 0.56, 0.74, 0.96)),
     "nearest-64": lambda **own: Nearest(levels=(0, 0.22, 0.5, 0.92), block_size=64),
-    "dynamiq-nearest": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
-    "dynamiq-nearest-64": partial(dq.DynamiQ, format=FORMAT),
+    "dynamiq-nearest": partial(dq.DynamiQ, rounding="nearest", format=dq.Format(scale_axis="auto")),
+    "dynamiq-nearest-64": partial(dq.DynamiQ, rounding="nearest", format=FORMAT),
 }
 
 D, G = "dynamiq-dither-axis", "dynamiq-dither-64"
@@ -197,6 +183,9 @@ QUEUES = {
     "floats": _rows("tiny", "unit", ["exact", *FLOATS]) + _rows("mid", "unit", FLOATS),
     "without-noise": _rows("tiny", "unit", ["exact", *WITHOUT_NOISE])
     + _rows("mid", "unit", WITHOUT_NOISE),
+    "large": _rows("125m", "unit", ["exact", WITHOUT_NOISE[0], "bf16-psum", f"mxfp4/{OLD}"]),
+    "gpt2": _rows("tiny", "gpt2", ["exact", *WITHOUT_NOISE[:3], f"mxfp4/{OLD}", TINY[7], TINY[5],
+                                   FLOATS[-1], "bf16-psum", TINY[4]]),
     "more": _rows("mid", "unit", MORE)
     + _rows("tiny", "unit", ["exact", *HALVES, f"{G}:4/every={G}:3.5", f"mxfp4/half={G}:3.5"]),
     "screen": _rows("tiny", "unit", TINY[:16]) + _rows("mid", "unit", MID)
@@ -337,13 +326,16 @@ def train(
             return None
         task = tasks[row[:2]]
         way = make_way(row[2], task.model.recipe)
-        count = seeds or task.model.seeds_at_once
+        count = seeds or max(task.model.seeds_at_once, LEAST_SEEDS)
+        at_once = min(count, task.model.seeds_at_once)
         with lock:
             if row[:2] not in data:
-                tokens = np.stack([task.tokens(seed) for seed in range(count)])
-                data[row[:2]] = np.arange(count, dtype=np.int32), tokens, task.validation()
+                parts = np.arange(count, dtype=np.int32).reshape(-1, at_once)
+                tokens = [np.stack([task.tokens(seed) for seed in part]) for part in parts]
+                windows = task.validation()
+                data[row[:2]] = [(*own, windows) for own in zip(parts, tokens, strict=True)]
         program = training.make_trainer(task.model, way)
-        return task, way, count, program.lower(*data[row[:2]]).compile()
+        return task, way, count, program.lower(*data[row[:2]][0]).compile()
 
     with ThreadPoolExecutor(threads) as pool:
         waiting = [pool.submit(compiled, row) for row in rows]
@@ -355,7 +347,8 @@ def train(
                     continue
                 task, way, count, program = made
                 before = time.monotonic()
-                found = training.figures(*jax.device_get(program(*data[row[:2]])))
+                parts = [jax.device_get(program(*part)) for part in data[row[:2]]]
+                found = training.figures(*map(np.concatenate, zip(*parts, strict=True)))
                 line = {"settings": training.settings_of(task, way, count) | {"method": row[2]}}
                 line |= {"bits_per_coord": way.bits_per_coord(task.gradients), **found}
                 line |= {"seconds": round(time.monotonic() - before, 2)}
