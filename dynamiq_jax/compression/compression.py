@@ -29,8 +29,8 @@ from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical, Topology
-from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
+from dynamiq_jax.topologies.transports import TransportName
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
@@ -62,7 +62,7 @@ class Compression(Options):
       method: as ``compression`` of `psum`, a method or a function that chooses one for every leaf.
       topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: how payloads are sent, for a topology that does not say it: "collectives",
-        "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
+        "permutes" or "push", see `dynamiq_jax.topologies.transports`. Default: "permutes" in
         programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory. Over NVLink
         in one process, sums of medium size are "push", unless they run beside a backward pass;
         `explain` says up to which size.
@@ -85,7 +85,7 @@ class Compression(Options):
 
     method: Method | ByPath | None = None
     topology: AnyTopology | None = field(default=None, kw_only=True)
-    transport: Transport | None = field(default=None, kw_only=True)
+    transport: TransportName | None = field(default=None, kw_only=True)
     exclude: str | None = field(default=None, kw_only=True)
     min_leaf_size: int | None = field(default=None, kw_only=True)
     min_bucket_size: int | None = field(default=None, kw_only=True)

@@ -9,7 +9,7 @@ from typing import cast
 from dynamiq_jax.methods.base import Limits, Method
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.methods.levels import check_shards
+from dynamiq_jax.methods.levels import TwoLevels, check_shards
 from dynamiq_jax.plan.plan import Kind, native_share
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket
@@ -55,6 +55,13 @@ class Route:
         if self.pushed is None:
             return None
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
+
+    def by(self, method: Method) -> "Route":
+        """The same route of another method."""
+        runner = method
+        if self.runner is not self.method:
+            runner = dataclasses.replace(cast(TwoLevels, self.runner), method=method)
+        return dataclasses.replace(self, method=method, runner=runner)
 
     def bits(self, kind: Kind, bucket: Bucket, *, keyed: bool = False) -> tuple[int, int]:
         """Bits that one worker sends for a bucket, and how many of them on the outer axes.
