@@ -950,7 +950,7 @@ def test_liec_models_differ_until_they_are_averaged_and_follow_plain_sgd():
 
 def test_liec_refuses_topologies_and_methods():
     for method in (dq.DynamiQ(), of.THC(), of.OmniReduce()):
-        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.comparators\.MinMax"):
+        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.contrib\.MinMax"):
             LocalError(method)
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         LocalError(THREE_BITS).check(4, dq.Ring())

@@ -412,7 +412,7 @@ class DynamiQ(HopMethod):
     def agreed(self, x: Float[Array, " d"], layout: Layout, call: Call) -> SharedPlan:
         """See `HopMethod`. A push kernel adds up the parts of the seed, if it needs no plan."""
         shared = HopMethod.agreed(self, x, layout, call)
-        pushed = call.topology is not None and call.topology.transport == "push"
+        pushed = call.topology is not None and call.topology.sends.reduces
         if not pushed or layout.planned or self.rounding == "correlated" or call.seed.ndim:
             return shared
         return shared._replace(part=seed_of(call.seed, sampled(x, layout)))
