@@ -24,6 +24,7 @@ from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
+from dynamiq_jax.topologies.transports import TRANSPORTS
 from pallas_kernels import backend
 
 SIZE = 3000
@@ -320,10 +321,10 @@ print("step", float(step(1.0)))
     assert "step 2.0" in done.stdout, done.stderr
 
 
-def with_memory(x, axis_name, *, compression, topology):
+def with_memory(x, axis_name, *, compression):
     """A psum whose state keeps what it lost."""
     state = jax.lax.pcast(compression.init_state(x, 3), axis_name, to="varying")
-    options = {"op": "sum", "compression": over(topology, compression)}
+    options = {"op": "sum", "compression": compression}
     total, state, _ = dq.reduce(x, axis_name, state=state, **options)
     return total, jax.tree.map(lambda x: x[None], state)
 
@@ -418,7 +419,7 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
         with pytest.raises(ValueError, match="push kernels send to all; pass topology=dq.Direct"):
             pushed(compression=over(topology(transport="push"), CHEAP))
     with pytest.raises(NotImplementedError, match="no axis_index_groups, and got .*permutes"):
-        Axis(("data",), ((0, 2), (3, 1))).push(jnp.ones(4), to_all=True)
+        TRANSPORTS["push"].psum(Axis(("data",), ((0, 2), (3, 1))), jnp.ones(4))
 
     monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
     monkeypatch.setattr(backend, "RUNS_MOSAIC", False)
