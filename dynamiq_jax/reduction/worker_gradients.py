@@ -114,7 +114,7 @@ def reduce_terms(
     weight: Any = None,
 ) -> Reduced:
     """Sums the terms of all workers, under a map over the data axes; a state is stacked."""
-    axis, op, specs = total.axis, total.op, total.specs
+    axis, op, specs = total.axis, total.op, total.placement.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
             "gradients of value_and_grad(unreduced=True) are terms, and their sum is the "
@@ -169,7 +169,7 @@ def _reduced(
     axis, (mesh, specs, metrics, _) = total.axis, told
     over = P(axis.name)
     others = _others(mesh, axis.names)
-    own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
+    own = total.with_specs(jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
         mine, before = (jax.tree.map(lambda x: x[0], x) for x in (tree, state))

@@ -178,7 +178,7 @@ class AutoGrad:
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
-        total = dataclasses.replace(self.wanted.total, specs=tree.unflatten(opened))
+        total = self.wanted.total.with_specs(tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
