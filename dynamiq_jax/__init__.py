@@ -15,7 +15,6 @@ import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does
 import dynamiq_jax.former  # noqa: F401
 from dynamiq_jax.compression.compression import Compression, explain
 from dynamiq_jax.core.meshes import make_mesh
-from dynamiq_jax.core.xla import jit
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
@@ -23,6 +22,7 @@ from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
+from dynamiq_jax.topologies.xla import jit
 from dynamiq_jax.training.in_backward import reduce_in_backward
 from dynamiq_jax.training.pipeline import sequential
 from dynamiq_jax.training.value_and_grad import value_and_grad

@@ -16,6 +16,7 @@ FORMER = {
     "commands.model_tree": "plan.model_tree",
     "commands.writers": "metrics",
     "comparators": "contrib",
+    "fields": "core.checks",
     "optax.liec": "contrib.liec",
     "request": "compression",
 }

@@ -183,6 +183,15 @@ def test_wings_import_downwards_over_few_floors():
     assert max(found.values()) <= MOST_FLOORS, found
 
 
+def test_the_core_needs_no_kernels():
+    """But for the hash, whose one home is beside the kernels that draw noise by it."""
+    lines = [
+        line for file in (ROOT / "core").rglob("*.py") for line in file.read_text().split("\n")
+    ]
+    found = {line.strip() for line in lines if re.match(r"\s*(import|from) pallas_kernels", line)}
+    assert found == {"from pallas_kernels import mix"}
+
+
 def test_training_does_not_need_the_supervisor_of_hosts():
     """Only the command and the package's own lazy names import `hosts`."""
     users = {wing(file) for file in ROOT.rglob("*.py") if "hosts" in imported(file)}
