@@ -128,7 +128,7 @@ def files_of(run) -> list[str]:
     return sorted(
         str(Path(file).relative_to(packages))
         for file in seen
-        if any(root in Path(file).parents for root in ROOTS)
+        if is_ours(file)
     )
 
 
@@ -198,32 +198,58 @@ def test_training_does_not_need_the_supervisor_of_hosts():
     assert users == {"commands"}
 
 
-@pytest.mark.usefixtures("padding_is_free")
-def test_a_psum_climbs_rarely():
-    """Executors call a method's codec, which encodes and decodes, and the engine the three
-    functions of a rule; no other function is called from a lower wing."""
-    above, climbs, calls = floors(), set(), set()
+@functools.cache
+def is_ours(file: str) -> bool:
+    """Whether a file is of one of both packages."""
+    return any(root in Path(file).parents for root in ROOTS)
+
+
+@functools.cache
+def calls_of_a_psum() -> list[tuple[str | None, str, str]]:
+    """Calls in their order, each once: the file of ours that calls, the file, and the function."""
+    calls = {}
 
     def watch(frame, event, _):
-        to = wing(frame.f_code.co_filename) if event == "call" else None
-        if to is None:
+        file = frame.f_code.co_filename
+        if event != "call" or not is_ours(file):
             return
         caller = frame.f_back
         while caller is not None and wing(caller.f_code.co_filename) is None:
             caller = caller.f_back
-        if caller is None:
-            return
-        start = wing(caller.f_code.co_filename)
-        call = start, to, frame.f_code.co_qualname
-        calls.add(call)
-        if above[start] < above[to]:
-            climbs.add(call)
+        start = None if caller is None else caller.f_code.co_filename
+        calls[start, file, frame.f_code.co_qualname] = None
 
     sys.setprofile(watch)
     try:
         trace(psum)
     finally:
         sys.setprofile(None)
+    return [*calls]
+
+
+@pytest.mark.usefixtures("padding_is_free")
+def test_a_psum_runs_as_the_page_for_builders_says():
+    """Its table names functions of a psum in the order in which they are first called."""
+    page = (ROOT.parent / "BUILD.md").read_text().partition("\n## How a psum runs\n")[2]
+    rows = re.findall(r"^\| `(\S+\.py)` \| `(\S+)` \|", page.partition("\n## ")[0], re.MULTILINE)
+    calls = [
+        (str(Path(file).relative_to(ROOT.parent)), name) for _, file, name in calls_of_a_psum()
+    ]
+    assert len(rows) > 20 and not {*rows} - {*calls}
+    assert rows == sorted(rows, key=calls.index)
+
+
+@pytest.mark.usefixtures("padding_is_free")
+def test_a_psum_climbs_rarely():
+    """Executors call a method's codec, which encodes and decodes, and the engine the three
+    functions of a rule; no other function is called from a lower wing."""
+    above = floors()
+    calls = {
+        (wing(start), wing(file), name)
+        for start, file, name in calls_of_a_psum()
+        if start is not None and wing(file) is not None
+    }
+    climbs = {(start, to, name) for start, to, name in calls if above[start] < above[to]}
     assert ("topologies", "core", "Axis.all_to_all") in calls
     assert len(climbs) <= MOST_CLIMBS, climbs
 
