@@ -39,13 +39,11 @@ from dynamiq_jax.core.meshes import (
     resharded,
     set_around,
 )
-from dynamiq_jax.core.rounding import rounded_to
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words, rounded_to
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
-from dynamiq_jax.optax.explicit_updates import on_explicit_axes
-from dynamiq_jax.optax.outside import on_auto_axes
+from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_following, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of

@@ -22,8 +22,7 @@ from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.links import fast_links
-from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
@@ -31,19 +30,18 @@ from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
     AllReduce,
-    exact_of,
-    over_open_axes,
-    reduce_leaves,
-    weighted,
-)
-from dynamiq_jax.reduction.checks import (
     check_state,
     check_varying,
+    exact_of,
     fixed_leaves,
+    over_open_axes,
+    reduce_leaves,
     warn_of_uncompressed,
+    weighted,
 )
 from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.links import fast_links
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import (
     Padding,
