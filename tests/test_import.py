@@ -11,8 +11,8 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax import former
-from dynamiq_jax.compression import explanation
 from dynamiq_jax.contrib import liec
+from dynamiq_jax.core import checks
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -99,13 +99,13 @@ def exchanged(tokens, x):
     return dq.all_to_all(tokens, "data", 0, 0, tiled=True, compression=method)
 
 def gathered(params, x):
-    gather = dq.reduce_in_backward
+    gather = dq.fsdp
     whole = lambda own: gather(own, "data", compression=method, specs=P("data"))
     return jax.grad(lambda own: loss_fn(whole(own), x))(params)
 
 def piped(params, x):
     options = {"compression": method}
-    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", **options))(params)
+    return jax.grad(lambda own: dq.overlapped([loss_fn], own, x, "data", **options))(params)
 
 jax.eval_shape(traced(all_reduced, P())[1], params, batch)
 jax.eval_shape(traced(averaged, P())[1], params, batch)
@@ -133,7 +133,7 @@ for kind in AxisType.Auto, AxisType.Explicit:
         own = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
         both = dq.value_and_grad(loss_fn, axis_name="data", compression=method)
         jax.eval_shape(jax.jit(both), params, own)
-        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, reduce=False)
+        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, unreduced=True)
         total = lambda *args: dq.psum(terms(*args)[1], "data", compression=method)
         jax.eval_shape(jax.jit(total), params, own)
 print("public")
@@ -200,13 +200,10 @@ FORMER = {
     "dynamiq_jax.commands.model_tree": ("save_model_tree", dq.save_model_tree),
     "dynamiq_jax.commands.writers": ("scalars", dq.metrics.scalars),
     "dynamiq_jax.comparators": ("MinMax", dq.contrib.MinMax),
+    "dynamiq_jax.fields": ("check_fields", checks.check_fields),
     "dynamiq_jax.optax.liec": (
         "LIECState",
         liec.LIECState,
-    ),
-    "dynamiq_jax.request": (
-        "explanation",
-        explanation,
     ),
 }
 """Modules of version 0.4, with a name of each and what it is now."""

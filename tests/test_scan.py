@@ -314,14 +314,14 @@ def test_a_scan_among_functions_does_what_a_list_of_them_does(way, remat):
 
     def scanned(params, x):
         functions = [embed, dq.Scanned(one, reverse=reverse), head]
-        run = lambda p: dq.sequential(functions, p, x, specs=specs, **told)
+        run = lambda p: dq.overlapped(functions, p, x, specs=specs, **told)
         return jax.value_and_grad(run)(params)
 
     def in_list(params, x):
         functions = [embed, *[one] * n_layers, head]
         order = lambda each: [each[0], *each[1:-1][:: -1 if reverse else 1], each[-1]]
         parts, of_parts = (order(listed(each, n_layers)) for each in (params, specs))
-        run = lambda p: dq.sequential(functions, p, x, specs=of_parts, **told)
+        run = lambda p: dq.overlapped(functions, p, x, specs=of_parts, **told)
         loss, own = jax.value_and_grad(run)(parts)
         return loss, stacked(order(own))
 

@@ -6,8 +6,7 @@ all-reduced over the other axes. `Reduction.gather` gathers the shards.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -17,12 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.links import fast_links
-from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
@@ -30,41 +30,33 @@ from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
     AllReduce,
-    exact_of,
-    over_open_axes,
-    reduce_leaves,
-    weighted,
-)
-from dynamiq_jax.reduction.checks import (
     check_state,
     check_varying,
+    exact_of,
     fixed_leaves,
+    over_open_axes,
+    reduce_leaves,
     warn_of_uncompressed,
+    weighted,
 )
 from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.links import fast_links
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
-from dynamiq_jax.tree.padding import Padding, padding_of
 from dynamiq_jax.tree.placement import (
-    axes_of,
+    Padding,
+    Placement,
+    Split,
     bucket_axes,
     flat_specs,
     n_parts,
     names_of,
+    padding_of,
     part,
     surroundings,
     told_specs,
+    whole_shape,
 )
-
-Split = tuple[tuple[int, tuple[str, ...]], ...]
-"""The dimensions of a leaf that data axes split, each with its axes."""
-
-
-def split_of(spec: P, axes: tuple[str, ...]) -> Split:
-    """How ``axes`` split a leaf."""
-    own = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
-    return tuple((dimension, names) for dimension, names in enumerate(own) if names)
-
 
 Step = tuple[Dimensions, tuple[str, ...]]
 """Along which dimensions of the leaves a collective over some axes cuts or joins them."""
@@ -103,12 +95,6 @@ def warn_of_gather(gathered: list[Leaf], remedy: str, what: str = "parameters") 
         )
 
 
-def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a leaf, from that of one shard."""
-    counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
-    return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))
-
-
 GATHERS = 1 << 31
 """Added to a dimension's number for the seed of a gather, whose noise is not the scatter's."""
 
@@ -120,22 +106,14 @@ class Reduction:
     axis: Axis
     compression: Compression
     op: Op
-    splits: tuple[Split, ...] = ()
-    """How the axes split every leaf; nothing if all are whole."""
-    padding: tuple[Padding, ...] = ()
-    """The zeros that end every leaf while it is split; nothing if none have any."""
-    others: tuple[frozenset[str], ...] = ()
-    """The axes beside these that split every leaf. Leaves share a bucket if these are the same."""
+    placement: Placement = Placement()
+    """How leaves lie on the mesh; by default they are whole on every worker."""
     gathers: Compression | None = None
     """How shards travel; `None`: nothing is gathered."""
     copied: bool = False
     """Whether all workers hold copies of sharded leaves, so that no loss gathers these (FSDP)."""
     to: Varying = "varying"
     """JAX's type of whole leaves after a gather, as for `all_gather`."""
-    specs: Any = None
-    """How open axes (`Surroundings.open`) split leaves, as for `psum`."""
-    opened: tuple[P, ...] | None = None
-    """The PartitionSpec of every leaf over the open axes; `None`: no axes are open."""
     overlaps: bool = False
     """Whether reductions run beside a forward or backward pass."""
 
@@ -143,23 +121,15 @@ class Reduction:
         """Refuses other operations."""
         check_choice("op", self.op, get_args(Op))
 
-    def placed(
-        self,
-        specs: Sequence[P],
-        *,
-        over: tuple[str, ...] | None = None,
-        opened: Sequence[P] | None = None,
-        padding: Sequence[Padding] = (),
-    ) -> "Reduction":
-        """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
-        axes = self.axis.names
-        splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
-        pairs = zip(specs, opened or specs, strict=True)
-        others = tuple((axes_of(a) | axes_of(b)) - {*axes} for a, b in pairs)
-        opened = None if opened is None else tuple(opened)
-        padding = tuple(padding) or (Padding(),) * len(splits)
-        told = {"splits": splits, "others": others, "opened": opened, "padding": padding}
-        return dataclasses.replace(self, **told)
+    def with_specs(self, specs: Any) -> "Reduction":
+        """This reduction with what the user tells of open axes."""
+        placement = dataclasses.replace(self.placement, specs=specs)
+        return dataclasses.replace(self, placement=placement)
+
+    def placed(self, specs: Sequence[P], **told: Any) -> "Reduction":
+        """The sum of leaves that ``specs`` split; ``told`` is as for `Placement.of`."""
+        placement = self.placement.of(specs, self.axis.names, **told)
+        return dataclasses.replace(self, placement=placement)
 
     def of_shards(self, params: Any, specs: Any, copies: Any = None) -> tuple["Reduction", Any]:
         """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
@@ -170,12 +140,13 @@ class Reduction:
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
         told = flat_specs(specs, params, known)
-        total = dataclasses.replace(self.placed(told), specs=specs)
-        opened = (around.specs(params, specs) if any(total.splits) else None) or [P()] * len(told)
+        total = self.with_specs(specs).placed(told)
+        splits = total.placement.splits
+        opened = (around.specs(params, specs) if any(splits) else None) or [P()] * len(told)
         sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
         within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         leaves, treedef = jax.tree.flatten(params)
-        leaves = zip(describe_leaves(params), leaves, told, total.splits, strict=True)
+        leaves = zip(describe_leaves(params), leaves, told, splits, strict=True)
         shapes, padding = [], []
         of_copies: list[Any] = [None] * len(told)
         if copies is not None and jax.tree.structure(copies) == treedef:
@@ -206,9 +177,7 @@ class Reduction:
 
     def some(self, places: Collection[int]) -> "Reduction":
         """A reduction of only some of these leaves, by their numbers."""
-        names = ["splits", "others", "padding", *(["opened"] if self.opened is not None else [])]
-        kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
-        return dataclasses.replace(self, **kept)
+        return dataclasses.replace(self, placement=self.placement.some(places))
 
     # --- Where axes may be open -------------------------------------------------------------------
 
@@ -226,14 +195,15 @@ class Reduction:
         Shards come without states, metrics and weights. Workers may be groups.
         """
         axis, op, compression = self.axis, self.op, self.compression
-        if any(self.splits):
+        if self.placement.is_split:
             return Reduced(self._per_part(self.scatter, tree)(tree, key), None, None)
         sizes = axis_sizes(axis)
         check_key(key, axis)
         values, treedef = jax.tree.flatten(tree)
         around = surroundings(axis)
-        leaves = around.leaves(tree, self.specs)
-        told = {"op": op, "specs": self.specs, "metrics": metrics, "key": key, "state": state}
+        specs = self.placement.specs
+        leaves = around.leaves(tree, specs)
+        told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
@@ -266,7 +236,7 @@ class Reduction:
         rule = AllReduce(axis, op, metrics, knows_devices())
         run = functools.partial(reduce_leaves, plan=plan, rule=rule)
         if plan.buckets and around.open:
-            opened = told_specs(tree, self.specs, around, plan.buckets)
+            opened = told_specs(tree, self.placement.specs, around, plan.buckets)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
         moved, states, found = run(moving, key, states)
         total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
@@ -274,12 +244,14 @@ class Reduction:
 
     def whole(self, shards: Any, key: Array | None = None) -> Any:
         """Whole leaves, from every worker's shards of them."""
-        return self._per_part(self.gather, shards)(shards, key) if any(self.splits) else shards
+        if not self.placement.is_split:
+            return shards
+        return self._per_part(self.gather, shards)(shards, key)
 
     def _per_part(self, run: Callable[[Any, Array | None], Any], tree: Any) -> Callable[..., Any]:
-        if self.opened is None:
+        if self.placement.opened is None:
             return run
-        specs = jax.tree.structure(tree).unflatten(self.opened)
+        specs = jax.tree.structure(tree).unflatten(self.placement.opened)
         return surroundings(self.axis).per_part(run, (specs, P()), specs)
 
     # --- What one device holds --------------------------------------------------------------------
@@ -290,7 +262,7 @@ class Reduction:
         axes, words = self.axis.names, key_words(key)
         compression = _with_method(self.compression, _defaults(self.copied).gradients)
         for some, own, steps in self._kinds(terms, compression):
-            route = own.route(axis_sizes(self.axis))
+            route = self._told(own.route(axis_sizes(self.axis)), self.compression)
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in steps for name in names)
             rest = tuple(name for name in axes if name not in within)
@@ -326,7 +298,7 @@ class Reduction:
         assert self.gathers is not None
         for some, own, steps in self._kinds(shards, self._of_gathers(), sharded=True):
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
-            route = told.route(axis_sizes(self.axis))
+            route = self._told(told.route(axis_sizes(self.axis)), self.gathers)
             for at, names in steps:
                 seed = None if words is None else fold_seed(words, GATHERS + _first(at))
                 axis, along = Axis(names), dict[str, Any](op=self.op, to=self.to)
@@ -337,7 +309,7 @@ class Reduction:
                     routed = dataclasses.replace(own, topology=topology)
                     some = gather_over(axis, some, routed, at, key=seed, to=self.to)
             found |= some
-        pairs = zip(self.padding, found.values(), strict=True)
+        pairs = zip(self.placement.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
 
     def gathers_exactly(self, leaves: list[Leaf]) -> list[bool]:
@@ -348,6 +320,13 @@ class Reduction:
             and method.native_dtype(leaf.dtype).itemsize >= leaf.dtype.itemsize
             for method, leaf in zip(methods, leaves, strict=True)
         ]
+
+    def _told(self, route: Route, passed: Compression) -> Route:
+        """The route, which tells what links decide of shards if no method was passed."""
+        if self.copied or passed.method is not None or not fast_links():
+            return route
+        told = "shards and their gradients travel in bf16, which is faster over NVLink"
+        return dataclasses.replace(route, defaults=(*route.defaults, told))
 
     def _of_gathers(self) -> Compression:
         assert self.gathers is not None
@@ -369,7 +348,7 @@ class Reduction:
         described, (named, _) = describe_leaves(tree), _named(tree)
         if sharded:
             sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
-            triples = zip(described, self.splits, self.padding, strict=True)
+            triples = zip(described, self.placement.splits, self.placement.padding, strict=True)
             described = [
                 dataclasses.replace(
                     leaf, whole=padding.shape_of(whole_shape(leaf.shape, split, sizes))
@@ -377,14 +356,14 @@ class Reduction:
                 for leaf, split, padding in triples
             ]
         else:
-            pairs = zip(named.items(), self.padding, strict=True)
+            pairs = zip(named.items(), self.placement.padding, strict=True)
             named = {name: padding.padded(x) for (name, x), padding in pairs}
         methods = compression.methods_of(described)
         if self.copied and (sharded or not self.overlaps):
             methods = [None if x is None else x.without_plan() for x in methods]
-        alike = [names_only(split) for split in self.splits]
-        kinds = list(zip(methods, alike, self.others, strict=True))
-        of_names = dict(zip(named, zip(kinds, self.splits, strict=True), strict=True))
+        alike = [names_only(split) for split in self.placement.splits]
+        kinds = list(zip(methods, alike, self.placement.others, strict=True))
+        of_names = dict(zip(named, zip(kinds, self.placement.splits, strict=True), strict=True))
         for kind in dict.fromkeys(kinds):
             part = {name: x for name, x in named.items() if of_names[name][0] == kind}
             splits = [of_names[name][1] for name in sorted(part)]  # in the order of a dict's leaves
@@ -406,17 +385,14 @@ def _with_method(compression: Compression, default: Method) -> Compression:
     return dataclasses.replace(compression, method=default)
 
 
-def gathers_of(
-    gather: Compression | Method | ByPath | None,
-    compression: Compression,
-    *,
-    copied: bool = False,
-) -> Compression:
+def gathers_of(policy: AnyPolicy | None, *, copied: bool = False) -> Compression:
     """How shards travel. A bare method, or the default, has the limits of the gradients.
 
     Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
     alike. ``copied`` is as for `Reduction`.
     """
+    compression = as_compression(policy)
+    gather = policy.parameters if isinstance(policy, Policy) else None
     own = isinstance(gather, Compression)
     told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
 

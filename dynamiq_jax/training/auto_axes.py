@@ -17,13 +17,13 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
-from dynamiq_jax.core.lowering import knows_devices, telling_shardings
+from dynamiq_jax.core.meshes import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
-from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
+from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
@@ -39,6 +39,7 @@ from dynamiq_jax.tree.placement import (
     part,
     placement_of,
     restrict_spec,
+    split_of,
 )
 
 
@@ -85,7 +86,7 @@ class _Known(NamedTuple):
     folded: tuple[bool, ...]
     """Which of these are keys into which workers fold their numbers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -94,7 +95,7 @@ class AutoGrad:
 
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
-    Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
+    With ``wanted.unreduced`` the gradients of all workers are returned stacked, as
     `WorkerTerms`.
     """
 
@@ -154,10 +155,10 @@ class AutoGrad:
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.wanted.total.check_scatter(state, self.wanted.metrics)
-            if not self.wanted.reduces:
+            if self.wanted.unreduced:
                 raise NotImplementedError(
-                    f"parameters are sharded over the data axes {axes}, and with reduce=False "
-                    "every worker would keep whole gradients; leave reduce=False out, or replicate "
+                    f"parameters are sharded over the data axes {axes}, and with unreduced=True "
+                    "every worker would keep whole gradients; leave it out, or replicate "
                     "the parameters over these axes"
                 )
         known = _Known(told, placed, split, folded, knows_devices())
@@ -177,12 +178,12 @@ class AutoGrad:
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
-        total = dataclasses.replace(self.wanted.total, specs=tree.unflatten(opened))
+        total = self.wanted.total.with_specs(tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
-        of_found: Any = Reduced(of_grads if self.wanted.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
+        of_found: Any = Reduced(of_workers if self.wanted.unreduced else of_grads, of_workers, P())  # type: ignore[arg-type]
 
         def traced(recorded: Recorded | None) -> Any:
             mapped = jax.shard_map(
@@ -207,13 +208,13 @@ class AutoGrad:
         results = jaxpr_as_fun(program)(*jax.tree.leaves(given))
         value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
-            leading = () if self.wanted.reduces else (axis.name,)
+            leading = (axis.name,) if self.wanted.unreduced else ()
             specs = [P(*leading, *spec) for spec in placed]
             found = found._replace(tree=constrained(found.tree, self.mesh, specs))
         if self.wanted.has_aux:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
-        if not self.wanted.reduces:
+        if self.wanted.unreduced:
             return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
@@ -221,7 +222,7 @@ class AutoGrad:
         """Parameters that are whole over the data axes; warns of many bytes."""
         leaves, own = zip(describe_leaves(params), placed, opened, strict=True), {*self.counting}
         gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
-        remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
+        remedy = "differentiate under jax.shard_map and call dq.fsdp in each layer"
         warn_of_gather(gathered, remedy)
         # Without a constraint the compiler would gather over all axes.
         return constrained(params, self.mesh, opened) if gathered and self.others else params
@@ -259,7 +260,7 @@ class AutoGrad:
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-        if self.wanted.reduces:
+        if not self.wanted.unreduced:
             own = jax.tree.map(lambda x: x[0], state)
             found = total.reduce(grads, key, own, metrics=self.wanted.metrics)
         else:

@@ -8,7 +8,7 @@ there the loss is traced with a mark in the place of the gather.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
 from dynamiq_jax.core.explicit import traced_for
 from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.seeds import check_key, key_words
@@ -35,49 +34,10 @@ _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 MARKS = 2
-"""`traced_for`'s number of traces in which calls of `reduce_in_backward` leave marks."""
+"""`traced_for`'s number of traces in which calls of `fsdp` leave marks."""
 
 SCOPE = "gathered_by_dynamiq_jax"
 """The scope of every gather in a program, by which `gathers` finds it."""
-
-DATA = -1
-"""The number of all values in a program that are not its inputs."""
-
-
-def inputs_of(
-    jaxpr: Any,
-    takes: Callable[[JaxprEqn], Sequence[Any]],
-    *,
-    alone: bool = False,
-    ends: str = "",
-) -> set[int]:
-    """The numbers of a program's inputs of which those operands are made that ``takes`` returns.
-
-    If ``alone``, operands count that are made of one input, and of nothing else in the program. The
-    results of the primitive ``ends`` count as data.
-    """
-    found: set[int] = set()
-
-    def walk(jaxpr: Any, known: dict[Any, frozenset[int]]) -> None:
-        for equation in with_constants(jaxpr)[0].eqns:
-            atoms = [a for a in equation.invars if not isinstance(a, Literal)]
-            for atom in takes(equation):
-                sources = known.get(atom, frozenset())
-                found.update(sources if not alone or len(sources) == 1 else ())
-            for inner in inner_jaxprs(equation):
-                own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
-                pairs = zip(reversed(own), reversed(equation.invars), strict=False)
-                given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
-                walk(inner, {a: known.get(b, frozenset()) for a, b in given})
-            sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
-            if name_of(equation) == ends:
-                sources = frozenset({DATA})
-            known.update(dict.fromkeys(equation.outvars, sources))
-
-    own, _ = with_constants(jaxpr)
-    inputs = {x: frozenset({i}) for i, x in enumerate(own.invars)}
-    walk(jaxpr, inputs | dict.fromkeys(own.constvars, frozenset({DATA})))
-    return found - {DATA}
 
 
 def gathers(equation: JaxprEqn) -> Sequence[Any]:
@@ -97,12 +57,12 @@ def gathered_before(whole: bool) -> Iterator[None]:
 
 
 def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
-    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass."""
+    """`fsdp` outside of maps: types say which leaves are shards; others pass."""
     axis = total.axis
     if _whole.get():
         raise ValueError(
-            "reduce_in_backward is called in a loss whose sharded parameters value_and_grad has "
-            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, gather=False)"
+            "fsdp is called in a loss whose sharded parameters value_and_grad has "
+            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, ungathered=True)"
         )
     check_key(key)
     mesh = mesh_of(params)
@@ -113,7 +73,7 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
     whole = [restrict_spec(spec, kept) for spec in placed]
     large = large_leaves(total, params, placed, mesh)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    chosen = [i for i in numbers if total.splits[i]]
+    chosen = [i for i in numbers if total.placement.splits[i]]
     gather = Gather(total, mesh, treedef, chosen, large, placed, whole)
     shards, words = [leaves[i] for i in chosen], key_words(key)
     with jax.named_scope(SCOPE):
@@ -122,13 +82,14 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
             found = iter(gathered_p.bind(*shards, *more, gather=gather))
         else:
             found = iter(gather.typed(shards, words) if chosen else ())
-    exact = [resharded(x, mesh, whole[i]) if total.splits[i] else x for i, x in enumerate(leaves)]
+    splits = total.placement.splits
+    exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gather:
-    """How one call of `reduce_in_backward` gathers shards, and scatters their gradients.
+    """How one call of `fsdp` gathers shards, and scatters their gradients.
 
     Shards, values and gradients are lists of the chosen leaves, in their order.
     """
@@ -175,12 +136,12 @@ class Gather:
         def backward(words: Array | None, gradients: list[Array]) -> tuple[Any, None, None]:
             if traced_for.value != BACKWARD:
                 raise ValueError(
-                    "reduce_in_backward outside of maps found a derivative that is not "
+                    "fsdp outside of maps found a derivative that is not "
                     "dq.value_and_grad's: JAX's seed is a constant, of which every device would "
                     f"add all to the terms that are summed over {self.total.axis.names}; pass the "
                     f"loss to dq.value_and_grad(loss, axis_name={self.total.axis.name!r})"
                 )
-            back = dataclasses.replace(self.total, specs=self._tree(self.placed))
+            back = self.total.with_specs(self._tree(self.placed))
             done = reduce_unreduced(back, self._joined(gradients), words)
             return jax.tree.leaves(done.tree), None, None
 

@@ -78,11 +78,11 @@ class Loop(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Scanned:
-    """A function of stacked layers, for `sequential`: ``x = function(row, x)`` for every row.
+    """A function of stacked layers, for `overlapped`: ``x = function(row, x)`` for every row.
 
         functions = [embed, dq.Scanned(block), head_and_loss]
         parts = [p["embed"], p["blocks"], p["head"]]  # every leaf of p["blocks"] has a row a layer
-        loss = dq.sequential(functions, parts, tokens, "data")
+        loss = dq.overlapped(functions, parts, tokens, "data")
 
     The program has one layer's operations, whatever the number of layers. See `scan`.
 
@@ -100,7 +100,7 @@ class Scanned:
         """The part of a chain that it is, for these stacked parameters."""
         body = lambda own, _, x: (self.function(own, x), None)
         loop = Loop(body, length_of(params), self.reverse, self.unroll, alone=False)
-        return Layers(loop, reducer_of_rows(total, params, "sequential", **options), number)
+        return Layers(loop, reducer_of_rows(total, params, "overlapped", **options), number)
 
 
 def reducer_of_rows(
@@ -175,7 +175,7 @@ class Kept(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """A part of `sequential` that is a scan over layers."""
+    """A part of `overlapped` that is a scan over layers."""
 
     loop: Loop
     reducer: Reducer

@@ -8,12 +8,11 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_constant, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import constant_copies
 from dynamiq_jax.training.interleaved import Traces
@@ -38,10 +37,9 @@ def scan(
     reverse: bool = False,
     unroll: int | bool = 1,
     op: Op = "mean",
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     specs: Any = None,
-    gather: Compression | Method | ByPath | None = None,
     copies: Any = None,
     reshard_after_forward: bool = True,
 ) -> tuple[Any, Any]:
@@ -50,7 +48,7 @@ def scan(
     Call it in the loss of one worker, inside of a map:
 
         def loss_fn(params, tokens):
-            rest = dq.reduce_in_backward(params["rest"], "data")  # the embedding and the head
+            rest = dq.fsdp(params["rest"], "data")  # the embedding and the head
             x = rest["embed"][tokens]
             x, _ = dq.scan(block, x, params["layers"], "data")  # was jax.lax.scan
             return head_and_loss(rest, x, tokens)
@@ -58,15 +56,15 @@ def scan(
     The result is that of `jax.lax.scan`, and `jax.grad` returns reduced gradients. In the backward
     pass the gradient of layer i + 1 travels beside the products of layer i. XLA does not move an
     exchange from one turn of a loop to another, so gradients that are reduced after `jax.grad`, or
-    by `reduce_in_backward` in the layer, travel beside nothing. The program does not grow with the
+    by `fsdp` in the layer, travel beside nothing. The program does not grow with the
     number of layers. Compile with `dynamiq_jax.jit`; otherwise transfers start late.
 
     ``f`` may be under `jax.checkpoint`, with any policy, and may use values of the surrounding
     function, such as a mask. Their gradients are this worker's, as if they were passed to
-    `jax.lax.scan`. If a layer uses shared parameters, pass these to `reduce_in_backward` before.
+    `jax.lax.scan`. If a layer uses shared parameters, pass these to `fsdp` before.
     All floating-point leaves of ``xs`` count as parameters; integers and PRNG keys do not.
 
-    `dq.sequential` takes such a scan among its functions, as ``dq.scanned(block)``. Then the
+    `dq.overlapped` takes such a scan among its functions, as ``dq.Scanned(block)``. Then the
     embedding and the head travel beside layers, too, and differences of `dq.optax.sharded` may be
     pending.
 
@@ -79,14 +77,12 @@ def scan(
       reverse: as for `jax.lax.scan`.
       unroll: as for `jax.lax.scan`.
       op: "mean" or "sum".
-      compression: as for `psum`, without memory, since a backward pass cannot return a state. It
-        sees one layer's leaves: their sizes decide what is compressed.
+      compression: as for `fsdp`. It sees one layer's leaves: their sizes decide what is compressed.
       key: as for `psum`; zero and the layer's index are folded in.
-      specs: as for `reduce_in_backward`, of stacked leaves: ``P(None, "data")`` for leaves whose
+      specs: as for `fsdp`, of stacked leaves: ``P(None, "data")`` for leaves whose
         rows are split along their first dimension.
-      gather: as for `reduce_in_backward`.
-      copies: as for `reduce_in_backward`, stacked.
-      reshard_after_forward: as for `sequential`.
+      copies: as for `fsdp`, stacked.
+      reshard_after_forward: as for `overlapped`.
 
     Returns:
       The last carry, and the stacked outputs.
@@ -94,13 +90,13 @@ def scan(
     Raises:
       TypeError: as for `jax.lax.scan`.
       ValueError: leaves have different numbers of layers; ``specs`` split the layers over the axis;
-        or as for `reduce_in_backward`.
+        or as for `fsdp`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
-    axis, compression = check_axis(axis_name), as_compression(compression)
+    axis, gathers = check_axis(axis_name), gathers_of(compression)
     check_key(key, axis)
-    total = Reduction(axis, compression, op, gathers=gathers_of(gather, compression), overlaps=True)
+    total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if not any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in jax.tree.leaves(xs)):
         return lax.scan(f, init, xs, length, reverse, unroll)
     count = length_of(xs, length)

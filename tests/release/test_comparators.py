@@ -16,7 +16,18 @@ import optax
 import pytest
 import scipy.linalg
 from asserts import assert_replicas_equal, assert_same_bits, bias, relative_error
-from cases import EVERY_METHOD, LOOP, OVER, TOPOLOGIES, first_state, low, small, stepper, vmapped
+from cases import (
+    EVERY_METHOD,
+    LOOP,
+    OVER,
+    TOPOLOGIES,
+    first_state,
+    low,
+    over,
+    small,
+    stepper,
+    vmapped,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
@@ -24,7 +35,7 @@ from workers import auto_mesh, gradient, loss_fn, mesh_of, problem, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.contrib import hadamard, lanes, liec, mx, sidco, thc
 from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.powersgd import orthonormal
@@ -35,7 +46,7 @@ from dynamiq_jax.topologies.base import gradients_in
 KEY = jax.random.key(1)
 of = dq.contrib
 THC = functools.partial(of.THC, piece_size=1024)
-MinMax, QSGD = of.MinMax, of.GlobalQSGD
+BlockInt, MinMax, QSGD = of.BlockInt, of.MinMax, of.GlobalQSGD
 EXACT = functools.partial(of.PowerSGD, wire="f32")
 
 
@@ -104,6 +115,8 @@ UNBIASED = {
     "mxfp8": (of.MXFP8(rounding="stochastic"), LOOP),
     "minmax": (MinMax(), LOOP),
     "minmax, direct": (MinMax(bits=2), dq.Direct()),
+    "block-int": (BlockInt(bits=4, rounding="stochastic"), LOOP),
+    "block-int, smooth": (BlockInt(bits=4, rounding="stochastic", smooth=True), dq.Direct()),
     "qsgd": (QSGD(piece_size=128), LOOP),
     "thc": (of.THC(p=1e-9, piece_size=512), None),
     "perm-k": (of.PermK(), None),
@@ -135,7 +148,7 @@ def test_rounding_at_random_is_unbiased(name):
 @pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "marsit"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
-    options = {"op": "sum", "compression": method, "topology": route(name)}
+    options = {"op": "sum", "compression": over(route(name), method)}
 
     def one(x, t, state):
         total = lambda x: dq.reduce(x, "data", state=state, **options)[:2]
@@ -156,14 +169,16 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
         (of.OmniReduce(density=1 / 16, block_size=64), 8, 16 / 16 + 16 / 64),
         (MinMax(bits=5, rounding="nearest"), 8, 5 + 32 / 128),
         (MinMax(bits=8, bucket_size=1024), 8, 8 + 32 / 1024),
+        (BlockInt(), 8, 8 + 16 / 128),
+        (BlockInt(bits=4, block_size=512), 8, 4 + 16 / 512),
         # 32 bits hold so many lanes, which n g fits.
         *((of.THC(), n, bits) for n, bits in ((2, 6.4), (8, 8), (9, 32 / 3), (136, 16))),
     ],
 )
 def test_bits_that_depend_on_workers_and_fields(method, n, bits):
     """Per coordinate, over 2 (n - 1) / n; `test_every_method` has them of programs of 4."""
-    topology = dq.Direct() if isinstance(method, MinMax) else None
-    told = dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
+    topology = dq.Direct() if isinstance(method, MinMax | BlockInt) else None
+    told = dq.explain(VECTOR, n, compression=over(topology, method), verbose=False)
     assert told.bits_per_coord == pytest.approx(bits, rel=5e-4)
 
 
@@ -180,6 +195,7 @@ BAD: dict[Any, dict[str, tuple]] = {
     of.MXFP8: {"element": ("e2m1",)},
     of.MXFP6: {"element": ("e4m3",)},
     of.MXFP4: {"rounding": ("up",)},
+    BlockInt: {"bits": (1, 9), "block_size": (16, 48), "rounding": ("up",)},
     MinMax: {"bits": (0, 9), "bucket_size": (30,), "rounding": ("up",)},
     QSGD: {"bits": (2, 9), "piece_size": (100,)},
 }  # fmt: skip
@@ -204,7 +220,7 @@ def test_bad_fields_are_refused(method):
 )
 def test_sums_that_have_no_room_are_refused(method, topology, n, message):
     with pytest.raises(ValueError, match=message):
-        dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
+        dq.explain(VECTOR, n, compression=over(topology, method), verbose=False)
 
 
 # --- Codecs against formulas in numpy -------------------------------------------------------------
@@ -447,7 +463,7 @@ def first_signs(n, topology, samples):
     method = Marsit(period=None)
 
     def one(x, key, state):
-        options = {"op": "mean", "compression": method, "topology": topology}
+        options = {"op": "mean", "compression": over(topology, method)}
         return dq.reduce(x, "data", key=key, state=state, **options).tree
 
     run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")
@@ -945,7 +961,7 @@ def test_liec_models_differ_until_they_are_averaged_and_follow_plain_sgd():
 
 def test_liec_refuses_topologies_and_methods():
     for method in (dq.DynamiQ(), of.THC(), of.OmniReduce()):
-        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.comparators\.MinMax"):
+        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.contrib\.MinMax"):
             LocalError(method)
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         LocalError(THREE_BITS).check(4, dq.Ring())

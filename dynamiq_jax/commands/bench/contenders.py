@@ -14,7 +14,7 @@ from jax import lax
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.native import MatrixMethod, NativeMethod
-from dynamiq_jax.core.xla import known
+from dynamiq_jax.topologies.xla import known
 
 
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:
@@ -78,6 +78,9 @@ _NAMED: Mapping[str, Callable[..., Any]] = {
     "mxfp4": dq.contrib.MXFP4,
     "minmax": partial(_whole_bits, dq.contrib.MinMax),
     "flash": partial(_whole_bits, dq.contrib.MinMax, rounding="nearest"),
+    "block-int": partial(_whole_bits, dq.contrib.BlockInt),
+    "sdp4bit": partial(dq.contrib.BlockInt, bits=4, smooth=True),
+    "loco": lambda: dq.contrib.LoCo(dq.contrib.BlockInt(bits=4)),
     "qsgd": partial(_whole_bits, dq.contrib.GlobalQSGD),
     "thc": partial(_whole_bits, dq.contrib.THC),
     "omnireduce": partial(by_density, dq.contrib.OmniReduce, bits=8, spare=16 / 256),
