@@ -299,6 +299,8 @@ AMONG: dict[str, Any] = {
     "FSDP, reverse": (SHARDS, {}, {"reverse": True}),
     "FSDP, two layers": (SHARDS, {}, {"n_layers": 2}),
     "FSDP, one layer": (SHARDS, {"reshard_after_forward": False}, {"n_layers": 1}),
+    "sharded updates": (SHARDS, {}, {"copied": True}),
+    "sharded updates, reverse": (SHARDS, {}, {"copied": True, "reverse": True}),
 }
 
 
@@ -310,24 +312,28 @@ def test_a_scan_among_functions_does_what_a_list_of_them_does(way, remat):
     params, x = model(n_layers)
     one = jax.checkpoint(block) if remat else block
     told = told | {"axis_name": "data", "compression": F32}
-    told |= {"gather": F32} if specs is SHARDS else {}
 
-    def scanned(params, x):
+    copied = how.get("copied", False)
+
+    def scanned(params, copies, x):
         functions = [embed, dq.Scanned(one, reverse=reverse), head]
-        run = lambda p: dq.overlapped(functions, p, x, specs=specs, **told)
+        copies = {"copies": copies} if copied else {}
+        run = lambda p: dq.overlapped(functions, p, x, specs=specs, **copies, **told)
         return jax.value_and_grad(run)(params)
 
-    def in_list(params, x):
+    def in_list(params, copies, x):
         functions = [embed, *[one] * n_layers, head]
         order = lambda each: [each[0], *each[1:-1][:: -1 if reverse else 1], each[-1]]
-        parts, of_parts = (order(listed(each, n_layers)) for each in (params, specs))
-        run = lambda p: dq.overlapped(functions, p, x, specs=of_parts, **told)
+        lists = (order(listed(each, n_layers)) for each in (params, specs, copies))
+        parts, of_parts, of_copies = lists
+        copies = {"copies": of_copies} if copied else {}
+        run = lambda p: dq.overlapped(functions, p, x, specs=of_parts, **copies, **told)
         loss, own = jax.value_and_grad(run)(parts)
         return loss, stacked(order(own))
 
-    maps = {"in_specs": (specs, P("data")), "mesh": auto_mesh(N)}
-    first = lambda f: lambda p, x: (lambda loss, own: (loss[None], own))(*f(p, x))
+    maps = {"in_specs": (specs, WHOLE, P("data")), "mesh": auto_mesh(N)}
+    first = lambda f: lambda *args: (lambda loss, own: (loss[None], own))(*f(*args))
     run = lambda f: jax.jit(jax.shard_map(first(f), out_specs=(P("data"), specs), **maps))
-    found, expected = (jax.device_get(run(f)(params, x)) for f in (scanned, in_list))
+    found, expected = (jax.device_get(run(f)(params, params, x)) for f in (scanned, in_list))
     assert_same_bits(found, expected)
     assert all(np.any(g != 0) for g in jax.tree.leaves(found[1]))
