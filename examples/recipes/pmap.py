@@ -30,6 +30,7 @@ def pmap_step(params, opt_state, batch):
 
 
 for batch in batches:
-    batch = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), batch)  # a part for each device
+    # A part for each device:
+    batch = jax.tree.map(lambda x: x.reshape(jax.device_count(), -1, *x.shape[1:]), batch)
     per_device, opt_state, loss = pmap_step(per_device, opt_state, batch)
 print(f"loss {loss[0]:.3f}")
