@@ -229,13 +229,6 @@ TABLES: dict[str, list[Job]] = {
             " benchmarks/evidence/against_the_clock.py --attention cudnn --links '25 Gb/s'"
             " --json {json}", resumes=True),
     ],
-    "topologies": [
-        Job("topologies.json", "root", f"python benchmarks/hosts.py --hosts 4 --rate {rate}mbit"
-            " --devices 1 -- python benchmarks/evidence/against_the_clock.py --model tiny --batch 8"
-            f" --steps 150 --json {{json}} --links '{rate} Mb/s' --ways {rest}", resumes=True)
-        for rate, rest in ((40, "bf16-psum"), *(
-            (20, f"dp:5 --target 2.1807 --topology {t}") for t in ("direct", "ring", "butterfly")))
-    ],
     "simulated": [
         Job("simulated.json", "minutes of a CPU", "dynamiq-jax simulate --workers 8,64,512,8192"
             " --topology ring,butterfly,direct --methods dynamiq:5,dynamiq-mse:5 --super-groups 256"

@@ -317,7 +317,7 @@ def test_commands_are_taken(page, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("job", [job for jobs in results.TABLES.values() for job in jobs])
 def test_commands_of_results_are_taken(job, tmp_path, monkeypatch):
-    """Those that `make results` runs, down to the names of ways and methods."""
+    """`make results` runs them, down to the names of ways and methods."""
     monkeypatch.chdir(tmp_path)
     command = job.command.format(json=tmp_path / "rows.json")
     (found,) = found_in(f"Text\n\n```sh\n{command}\n```\n")

@@ -20,7 +20,7 @@ OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 
 def test_tables_are_those_of_the_files():
-    """Of README and results; `make figures` writes them."""
+    """`make figures` writes those of README and results."""
     for path, text in pages.texts().items():
         assert path.read_text() == text, f"{path}: run make figures"
 

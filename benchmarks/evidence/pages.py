@@ -326,7 +326,7 @@ def methods_table() -> str:
     aliases = {"thc:4": "thc", "omnireduce:8": "omnireduce"}
 
     def found_in(rows: Mapping[str, Any], method: str) -> Any:
-        """What is known of the method, or of it without memory, which sends and errs the same."""
+        """The figure of the method, or of it without memory, which sends and errs the same."""
         plain = re.sub("-(memory|ef14|ef21)(?=:|$)", "", method)
         names = (method, plain, plain.partition(":")[0]) if plain != method else (method,)
         return next((rows[name] for name in names if name in rows), None)
@@ -450,7 +450,7 @@ def time_to_loss_table() -> str:
     return markdown(lines)
 
 
-CLOCK, TOPOLOGIES = "against_the_clock.json", "topologies.json"
+CLOCK = "against_the_clock.json"
 
 
 def clock_table() -> str:
@@ -462,19 +462,6 @@ def clock_table() -> str:
         for row in run["rows"]:
             cells = [title * (row is first), f"`{row['method']}`"]
             lines.append([*cells, *clocked(run, row, first)])
-    return markdown(lines)
-
-
-def topologies_table() -> str:
-    """Trainings over several topologies: seconds for all steps and to the first run's target."""
-    lines = [("way", "topology", "links", *CLOCKED)]
-    runs = load(TOPOLOGIES)["runs"]
-    (bf16,) = runs[0]["rows"]
-    for run in runs:
-        options, (row,) = run["options"], run["rows"]
-        topology = "native" if row is bf16 else options["topology"]
-        cells = [STEPS_OF[row["method"]], topology, options["title"].rpartition(", ")[2]]
-        lines.append([*cells, *clocked(run, row, bf16)])
     return markdown(lines)
 
 
@@ -736,8 +723,6 @@ def texts() -> dict[Path, str]:
             "accuracy", "8 workers; JAX 0.10.2 (CPU), 0.11.2 (GPU)"),
         "less": time_to_loss_table(),
         "clock": clock_table() + "\n\n" + caption("clock", f"2 × H200; {JAX}"),
-        "topologies": topologies_table() + "\n\n" + caption(
-            "topologies", "four hosts of one CPU device, 1.1 M parameters, JAX 0.10.2"),
         "long": long_table() + "\n\n" + caption(
             "long", "123 M parameters, 64 sequences of 1,024 tokens in a step, one seed, H100 and"
             " H200, JAX 0.11.2; the text: 80 to 85 M tokens of Python packages and Debian's"
