@@ -35,7 +35,7 @@ def blocks(page):
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.py"))}
 START = RECIPES.pop("start")
-"""What recipes import."""
+"""The file that recipes import."""
 
 
 def promised(recipe):

@@ -57,7 +57,7 @@ class Route:
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
     def by(self, method: Method) -> "Route":
-        """The same route of another method."""
+        """This route with another method."""
         runner = method
         if self.runner is not self.method:
             runner = dataclasses.replace(cast(TwoLevels, self.runner), method=method)

@@ -28,7 +28,7 @@ def save_model_tree(file: str | Path, params: Any) -> None:
       Nothing.
 
     Raises:
-      ValueError: a leaf is not one of numbers.
+      OSError: the file cannot be written.
     """
     leaves = describe_leaves(params)
     names = [leaf.path for leaf in leaves]
