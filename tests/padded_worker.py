@@ -29,7 +29,9 @@ def main(address, process):
     warnings.filterwarnings("ignore", message="opt_state: gaps was reset")
     compression = dataclasses.replace(EXACT, min_leaf_size=64)
     optimizer = dq.optax.sharded(
-        optax.adam(1e-2), "data", compression=compression, differences=compression
+        optax.adam(1e-2),
+        "data",
+        compression=dq.Policy(gradients=compression, parameters=compression),
     )
     rng = np.random.default_rng(0)
     shapes = [

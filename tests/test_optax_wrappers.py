@@ -21,7 +21,7 @@ import dynamiq_jax.optax
 SGD = optax.sgd(0.1, momentum=0.9)
 FUNCTIONS = {
     "all_reduce": lambda inner: optax.chain(dq.optax.all_reduce("data", compression=EXACT), inner),
-    "sharded": lambda inner: dq.optax.sharded(inner, "data", compression=EXACT, differences=EXACT),
+    "sharded": lambda inner: dq.optax.sharded(inner, "data", compression=EXACT),
 }
 
 
@@ -172,7 +172,7 @@ def test_hyperparameters_around_sharded_on_explicit_axes_are_refused_with_their_
         return FUNCTIONS["sharded"](optax.sgd(rate))
 
     inside = FUNCTIONS["sharded"](optax.inject_hyperparams(optax.sgd)(0.1))
-    options = {"axis_name": "data", "compression": EXACT, "reduce": False}
+    options = {"axis_name": "data", "compression": EXACT, "unreduced": True}
     grad_fn = dq.value_and_grad(loss_fn, **options)
     params, batches = problem(1)
     with jax.set_mesh(mesh):
@@ -196,7 +196,7 @@ def test_all_reduce_keeps_its_memory_outside_of_maps_as_reduce_does(kind):
     method = small(dq.ErrorFeedback(dq.contrib.MXFP8()))
     options = {"compression": method, "op": "sum"}
     grad_fn = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name="data", compression=method, reduce=False
+        loss_fn, mesh=mesh, axis_name="data", compression=method, unreduced=True
     )
     optimizer = dq.optax.all_reduce("data", **options)
     params, batches = problem(2)

@@ -116,7 +116,7 @@ def check_following() -> None:
                     f"{', '.join(names)} comes after dq.optax.sharded in optax.chain: it changes "
                     "the updates of the copy, and masters keep what it takes away, so that the "
                     "next difference undoes it. Pass dq.optax.sharded(optax.chain(inner, "
-                    f"{names[0]}(...)), ...), or exact differences=dq.F32()"
+                    f"{names[0]}(...)), ...), or exact compression=dq.F32()"
                 )
         frame = frame.f_back
 

@@ -53,7 +53,7 @@ params = {"experts": put(jax.random.normal(keys[0], (16, 256, 256)) / 16, "data"
 params["router"] = put(jax.random.normal(keys[1], (256, 16)) / 16)
 x = put(jax.random.normal(keys[2], (8 * 256, 256)), "data")
 grad_fn = dq.value_and_grad(  # keeps shards
-    loss, axis_name="data", compression=compression, gather=False
+    loss, axis_name="data", compression=compression, ungathered=True
 )
 value, grads = dq.jit(grad_fn)(params, x)
 print(f"loss {value:.3f}, {params['experts'].addressable_shards[0].data.shape[0]} experts on each")
