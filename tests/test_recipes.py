@@ -327,7 +327,7 @@ PRINTED = [
     (["train state"], r"loss 0\.\d{3}\n", lambda found: split(found["state"].opt_state)),
     (["nnx optimizer"], r"loss 0\.\d{3}\n", None),
     (["nnx optimizer", "nnx checkpoint"], r"loss 0\.\d{3}\nstep 12\n",
-     lambda found: found["optimizer"].opt_state.gaps.value.shape[0] == 4),
+     lambda found: found["optimizer"].opt_state.sent.step.value.shape == (4,)),
     (["pmap"], r"loss 0\.\d{3}\n", lambda found: finite(found["per_device"]["out"]["kernel"])),
     (["private"], r"loss \d\.\d{3}\n", lambda found: alike(found["params"])),
     (["grid"], "", of_a_grid),

@@ -100,37 +100,6 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     warn(message)
 
 
-def check_following() -> None:
-    """Refuses transformations after ``update`` of `sharded` in a chain.
-
-    They change the copy's updates, and the next difference brings back what they took away.
-    """
-    frame = sys._getframe()
-    while frame is not None:
-        code = frame.f_code
-        if code.co_qualname == "chain.<locals>.update_fn" and code.co_filename.startswith(_FOLDER):
-            members = list(frame.f_locals["update_fns"])
-            later = [_root(x) for x in members[members.index(frame.f_locals["fn"]) + 1 :]]
-            if names := [name for name in later if name not in ("identity", "zero_nans")]:
-                raise ValueError(
-                    f"{', '.join(names)} comes after dq.optax.sharded in optax.chain: it changes "
-                    "the updates of the copy, and masters keep what it takes away, so that the "
-                    "next difference undoes it. Pass dq.optax.sharded(optax.chain(inner, "
-                    f"{names[0]}(...)), ...), or exact differences=dq.F32()"
-                )
-        frame = frame.f_back
-
-
-def _root(update: Any) -> str:
-    """The function of optax that made an ``update``."""
-    name = update.__qualname__.partition(".")[0]
-    if name == "with_extra_args_support":
-        cells = [cell.cell_contents for cell in update.__closure__ or ()]
-        own = [x.update for x in cells if isinstance(x, optax.GradientTransformation)]
-        return _root(own[0]) if own else name
-    return name
-
-
 def _around() -> str | None:
     """The innermost of these wrappers whose `init` or ``update`` is on the stack."""
     # No argument or type says what is around a transformation. A wrapper calls it directly, or
