@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import typer
 
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 from dynamiq_jax.commands.bench.contenders import parse_size
 from dynamiq_jax.commands.bench.timing import Timing, time_calls
 from dynamiq_jax.commands.options import checked, workers_text
@@ -316,7 +316,7 @@ def print_traffic(coords: int, *, bits: float, dither: bool) -> None:
 PEAKS = {"H100": 3.35e12, "H200": 4.8e12}
 """Bytes per second of device memory, by a part of the device's name (SXM modules)."""
 
-MX_METHODS = {name.lower(): getattr(comparators, name) for name in ("MXFP8", "MXFP6", "MXFP4")}
+MX_METHODS = {name.lower(): getattr(contrib, name) for name in ("MXFP8", "MXFP6", "MXFP4")}
 
 
 def print_mx(coords: int, names: list[str], *, repeats: int, backend: str | None) -> None:

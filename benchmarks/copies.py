@@ -23,8 +23,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.copies import Copies
-from dynamiq_jax.commands.slots import Slots
+from dynamiq_jax.hosts.copies import Copies
+from dynamiq_jax.hosts.slots import Slots
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -34,13 +34,13 @@ IMAGE = re.compile(r"(!\[[^\[\]]*\]\()([^()\s:]+)(\))")
 NAME = re.compile(r"(?<![\[`])`((?:docs/)?[\w./-]+\.md)`(?![\]`])")
 
 
-EVERY_COMPARATOR = "::: dynamiq_jax.comparators.*"
-LISTED = re.compile(r"^from (dynamiq_jax\.comparators)\.\w+ import (\w+) as \2$", re.MULTILINE)
+EVERY_COMPARATOR = "::: dynamiq_jax.contrib.*"
+LISTED = re.compile(r"^from (dynamiq_jax\.contrib)\.\w+ import (\w+) as \2$", re.MULTILINE)
 
 
 def entries():
     """The reference's entries for the comparators that their package lists, in its order."""
-    listed = LISTED.findall((ROOT / "dynamiq_jax" / "comparators" / "__init__.py").read_text())
+    listed = LISTED.findall((ROOT / "dynamiq_jax" / "contrib" / "__init__.py").read_text())
     return "\n\n".join(f"::: {package}.{name}" for package, name in listed)
 
 

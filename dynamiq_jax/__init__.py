@@ -12,11 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
+import dynamiq_jax.former  # noqa: F401
 from dynamiq_jax.compression.compression import Compression, explain
-from dynamiq_jax.core.constraints import with_sharding_constraint
 from dynamiq_jax.core.meshes import make_mesh
 from dynamiq_jax.core.xla import jit
+from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
+from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
 from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
@@ -40,12 +42,14 @@ __all__ = [
     "all_to_all",
     "explain",
     "jit",
+    "load_model_tree",
     "make_mesh",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
     "reduce_in_backward",
+    "save_model_tree",
     "sequential",
     "value_and_grad",
     "with_sharding_constraint",
@@ -53,16 +57,21 @@ __all__ = [
 
 __version__ = "0.4.0"
 
+WINGS = frozenset(("comparators", "contrib", "hosts", "metrics", "nnx", "optax"))
+"""Public modules that are imported at their first use; ``comparators`` is a former name."""
+
 
 if TYPE_CHECKING:
-    from dynamiq_jax import comparators as comparators
+    from dynamiq_jax import contrib as contrib
+    from dynamiq_jax import hosts as hosts
+    from dynamiq_jax import metrics as metrics
     from dynamiq_jax import nnx as nnx
     from dynamiq_jax import optax as optax
 else:
 
     def __getattr__(name: str):
         """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not."""
-        if name not in ("comparators", "nnx", "optax"):
+        if name not in WINGS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
             return import_module(f"{__name__}.{name}")

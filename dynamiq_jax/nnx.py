@@ -22,11 +22,11 @@ from dynamiq_jax.compression.compression import ByPath, Compression, as_compress
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_explicit
-from dynamiq_jax.core.passing import passed_arguments
+from dynamiq_jax.jaxprs.passing import passed_arguments
 from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
-from dynamiq_jax.training.batches import is_key, leaf_specs
+from dynamiq_jax.training.batches import Told, is_key, leaf_specs
 from dynamiq_jax.training.value_and_grad import (
     ForAuto,
     check_names,
@@ -52,6 +52,7 @@ def value_and_grad(
     gather: bool = True,
     specs: Any = None,
     batch_specs: Any = None,
+    closed_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
     method: Compression | Method | ByPath | None = None,
@@ -89,6 +90,7 @@ def value_and_grad(
       specs: as for `dynamiq_jax.value_and_grad`.
       batch_specs: as for `dynamiq_jax.value_and_grad`, for the arguments that ``argnums`` does not
         select; pass `None` for a module among them.
+      closed_specs: as for `dynamiq_jax.value_and_grad`.
       weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
       aux: as for `dynamiq_jax.value_and_grad`.
       method: the former name of ``compression``. It warns; the next version removes it.
@@ -115,10 +117,10 @@ def value_and_grad(
         params = choice.params(chosen, args, call.numbers)
         pure = _Pure(loss_fn, has_aux, axis, choice, call, graph)
         weigh = None if weight is None else functools.partial(pure.weight, weight)
-        told = ForAuto(specs, batch_specs, aux, weigh)
+        told = ForAuto(specs, batch_specs, aux, weigh, closed_specs)
         around = mesh_around(params) if mesh is None else mesh
         if not is_explicit(around.abstract_mesh if isinstance(around, Mesh) else around):
-            whole = [("a variable", P())] * len(jax.tree.leaves(variables))
+            whole = [Told("a variable", P())] * len(jax.tree.leaves(variables))
             leaves = call.leaf_specs(batch_specs, loss_fn, batch, axis)
             told = told._replace(aux=(aux, "same"), batch_specs=lambda _: whole + leaves)
         grad_fn = gradients(functools.partial(_Pure.loss, pure), wanted, mesh, told)
@@ -278,7 +280,7 @@ class _Call(NamedTuple):
 
     def leaf_specs(
         self, batch_specs: Any, loss_fn: Callable[..., Any], batch: Any, axis: Axis
-    ) -> list[tuple[str, P | None]]:
+    ) -> list[Told]:
         """`batches.leaf_specs` of the batch; a tuple has no entries for differentiated modules."""
         args, kwargs = batch
         told, count = batch_specs, len(args) - len(self.numbers)

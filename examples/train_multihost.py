@@ -70,7 +70,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.copies import Copies
+from dynamiq_jax.hosts import Copies
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress

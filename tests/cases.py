@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh
 
 import dynamiq_jax as dq
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 from dynamiq_jax.compression.compression import as_compression
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
@@ -137,55 +137,55 @@ EVERY_METHOD = {
     "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
     # A packet of the largest values may be lost, with up to all of the sum's energy.
     "dynamiq, packet loss": Row(
-        low(comparators.PacketLoss(dq.DynamiQ(), packet_size=64)), {"direct": dq.Direct()}, 256, 1.0
+        low(contrib.PacketLoss(dq.DynamiQ(), packet_size=64)), {"direct": dq.Direct()}, 256, 1.0
     ),
     "bf16": Row(low(dq.BF16()), NATIVE | OVER, 1, 2e-05),
     "f32": Row(low(dq.F32()), NATIVE | OVER, 1, 1e-14),
-    "mxfp8": Row(low(comparators.MXFP8()), OVER, 32, 0.005),
-    "mxfp6": Row(low(comparators.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
-    "mxfp4": Row(low(comparators.MXFP4()), OVER, 32, 0.06),
-    "minmax": Row(low(comparators.MinMax()), OVER, 128, 0.06),
-    "minmax, nearest": Row(low(comparators.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
-    "qsgd": Row(low(comparators.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
-    "thc": Row(low(comparators.THC(piece_size=512)), NATIVE, 512, 0.04),
+    "mxfp8": Row(low(contrib.MXFP8()), OVER, 32, 0.005),
+    "mxfp6": Row(low(contrib.MXFP6(rounding="stochastic")), OVER, 32, 0.03),
+    "mxfp4": Row(low(contrib.MXFP4()), OVER, 32, 0.06),
+    "minmax": Row(low(contrib.MinMax()), OVER, 128, 0.06),
+    "minmax, nearest": Row(low(contrib.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
+    "qsgd": Row(low(contrib.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
+    "thc": Row(low(contrib.THC(piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(
-        low(dq.ErrorFeedback(comparators.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
+        low(dq.ErrorFeedback(contrib.THC(bits=2, piece_size=512))), NATIVE, 512, 0.6
     ),
-    "omnireduce": Row(low(comparators.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
+    "omnireduce": Row(low(contrib.OmniReduce(block_size=64)), NATIVE, 64, 0.03),
     "omnireduce, memory": Row(
-        low(dq.ErrorFeedback(comparators.OmniReduce(block_size=64))), NATIVE, 64, 0.15
+        low(dq.ErrorFeedback(contrib.OmniReduce(block_size=64))), NATIVE, 64, 0.15
     ),
     "mxfp4, econtrol": Row(
-        low(dq.ErrorFeedback(comparators.MXFP4(), kind="econtrol")), OVER, 32, 0.3
+        low(dq.ErrorFeedback(contrib.MXFP4(), kind="econtrol")), OVER, 32, 0.3
     ),
     "dynamiq, ef21": Row(low(dq.ErrorFeedback(dq.DynamiQ(), kind="ef21")), OVER, 256, 0.1),
     "bf16, ef21": Row(
         low(dq.ErrorFeedback(dq.BF16(), kind="ef21")), NATIVE | OVER, 1, 1e-4
     ),
-    "minmax, ef14": Row(low(dq.ErrorFeedback(comparators.MinMax())), OVER, 128, 0.06),
-    "marsit": Row(low(comparators.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
+    "minmax, ef14": Row(low(dq.ErrorFeedback(contrib.MinMax())), OVER, 128, 0.06),
+    "marsit": Row(low(contrib.Marsit(period=None, block_size=256)), OVER, 256, 5.0),
     "marsit, full rounds": Row(
-        low(comparators.Marsit(period=3, block_size=256)), OVER, 256, 5.0
+        low(contrib.Marsit(period=3, block_size=256)), OVER, 256, 5.0
     ),
-    "clt-k": Row(low(comparators.CLTK(density=0.5, chunk_size=64)), NATIVE, 64, 0.45),
+    "clt-k": Row(low(contrib.CLTK(density=0.5, chunk_size=64)), NATIVE, 64, 0.45),
     "clt-k, memory": Row(
-        low(dq.ErrorFeedback(comparators.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
+        low(dq.ErrorFeedback(contrib.CLTK(density=0.3, chunk_size=50))), NATIVE, 50, 0.6
     ),
     "sidco, memory": Row(
-        low(dq.ErrorFeedback(comparators.SIDCo(density=0.2, headroom=1.25, block_size=50))),
+        low(dq.ErrorFeedback(contrib.SIDCo(density=0.2, headroom=1.25, block_size=50))),
         NATIVE, 50, 0.5,
     ),
-    "perm-k": Row(low(comparators.PermK()), NATIVE, 4, 4.0),
+    "perm-k": Row(low(contrib.PermK()), NATIVE, 4, 4.0),
     # A worker's share of 15 x 541 is hardly of low rank: these lose up to all of it.
     "powersgd": Row(
-        low(dq.ErrorFeedback(comparators.PowerSGD(rank=5))), NATIVE, 15 * 541, 1.0, 541
+        low(dq.ErrorFeedback(contrib.PowerSGD(rank=5))), NATIVE, 15 * 541, 1.0, 541
     ),
     "powersgd, f32": Row(
-        low(comparators.PowerSGD(rank=7, wire="f32")), NATIVE, 15 * 541, 1.0, 541
+        low(contrib.PowerSGD(rank=7, wire="f32")), NATIVE, 15 * 541, 1.0, 541
     ),
-    "arc top-k": Row(low(comparators.ARCTopK(density=0.5)), NATIVE, 541, 0.5, 541),
+    "arc top-k": Row(low(contrib.ARCTopK(density=0.5)), NATIVE, 541, 0.5, 541),
     "arc top-k, memory": Row(
-        low(dq.ErrorFeedback(comparators.ARCTopK(density=0.7, rank=6))), NATIVE, 541, 0.5, 541
+        low(dq.ErrorFeedback(contrib.ARCTopK(density=0.7, rank=6))), NATIVE, 541, 0.5, 541
     ),
 }  # fmt: skip
 """All methods, small leaves exact; every file that is parametrised over them tests each."""
@@ -205,7 +205,7 @@ def rows_of_others(comparators_by_name: Any) -> dict[str, Row]:
     return {name.lower(): row_of(own) for name, own in others.items()}
 
 
-OTHERS = rows_of_others(comparators.METHODS)
+OTHERS = rows_of_others(contrib.METHODS)
 EVERY_METHOD |= OTHERS
 
 

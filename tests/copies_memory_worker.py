@@ -18,8 +18,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.commands.copies import Copies
-from dynamiq_jax.commands.slots import Slots
+from dynamiq_jax.hosts.copies import Copies
+from dynamiq_jax.hosts.slots import Slots
 
 MIB, LEAVES = 128, 16
 SPECS = P("data"), P(None, "data"), P()  # in one piece of memory, in many, and on every host

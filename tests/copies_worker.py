@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
-from dynamiq_jax.commands.copies import Copies
+from dynamiq_jax.hosts.copies import Copies
 
 ROWS = 24
 OPTIMIZERS = {

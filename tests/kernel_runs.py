@@ -252,9 +252,9 @@ def lowered_for_cuda(function, *args, mesh=((), ())) -> str:
 MX = {
     f"{element}, {rounding}": method(element=element, rounding=rounding)
     for method, elements in (
-        (dq.comparators.MXFP8, ("e4m3", "e5m2")),
-        (dq.comparators.MXFP6, ("e3m2", "e2m3")),
-        (dq.comparators.MXFP4, ("e2m1",)),
+        (dq.contrib.MXFP8, ("e4m3", "e5m2")),
+        (dq.contrib.MXFP6, ("e3m2", "e2m3")),
+        (dq.contrib.MXFP4, ("e2m1",)),
     )
     for element in elements
     for rounding in ("nearest", "stochastic")

@@ -21,7 +21,8 @@ from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import all_reduce, settings, timing
 from dynamiq_jax.commands.bench.advice import check, decide, step_times
 from dynamiq_jax.commands.bench.settings import SettingRow
-from dynamiq_jax.commands.model_tree import floating_leaves, load_model_tree, save_model_tree
+from dynamiq_jax.commands.models import floating_leaves
+from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
 
 ERRORS = {5: 0.018, 4: 0.078, 3.5: 0.17}
 """About those of `Direct` among 8 workers."""

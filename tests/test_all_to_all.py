@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh, gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 
 N, KEY = 4, jax.random.key(3)
 EIGHT = small(dq.DynamiQ(bits=8.5))
@@ -79,9 +79,9 @@ METHODS = {
     "6 bits": (dq.DynamiQ(bits=6.5), 1e-3, 2e-3),
     "scale axis": (dq.DynamiQ(bits=8.5, format=dq.Format(scale_axis=1)), 5e-5, 2e-4),
     "16 bits": (dq.DynamiQ(widths=(16,), bits=17), 1e-6, 1e-5),
-    "mxfp8": (comparators.MXFP8(), 5e-4, 1e-3),
-    "minmax": (comparators.MinMax(bits=8), 3e-5, 1e-4),
-    "qsgd": (comparators.GlobalQSGD(piece_size=256), 3e-5, 2e-4),  # the scale travels along
+    "mxfp8": (contrib.MXFP8(), 5e-4, 1e-3),
+    "minmax": (contrib.MinMax(bits=8), 3e-5, 1e-4),
+    "qsgd": (contrib.GlobalQSGD(piece_size=256), 3e-5, 2e-4),  # the scale travels along
 }
 
 
@@ -118,7 +118,7 @@ def pulled(collective, x, cotangent):
 @pytest.mark.usefixtures("padding_is_free")
 def test_one_worker_sends_nothing():
     x = normal(2, 37)[:1]
-    for options in ({}, {"compression": CHEAP}, {"compression": small(comparators.MXFP8())}):
+    for options in ({}, {"compression": CHEAP}, {"compression": small(contrib.MXFP8())}):
         found = pulled(partial(tiled_rows, key=KEY, **options), x, 2 * x)
         assert_same_bits(found, (x, 2 * x))
 
@@ -168,7 +168,7 @@ def test_zeros_stay_zeros():
     x = normal(8, 6, 300)
     zero = jax.random.bernoulli(KEY, 0.3, x.shape).at[:, 2].set(True).at[:, :, 3].set(True)
     x = jnp.where(zero, 0.0, x)
-    for method in (EIGHT, small(dq.DynamiQ(bits=5.5)), small(comparators.MXFP8())):
+    for method in (EIGHT, small(dq.DynamiQ(bits=5.5)), small(contrib.MXFP8())):
         found = np.asarray(ours(0, 0, compression=method)(x, KEY))
         zeros = np.asarray(native(zero, 0, 0))
         np.testing.assert_array_equal(found[zeros], 0.0)
@@ -176,7 +176,7 @@ def test_zeros_stay_zeros():
 
 
 @pytest.mark.parametrize(
-    ("method", "reach"), [(EIGHT, 256), (small(comparators.MXFP8()), 32), (small(dq.BF16()), 1)]
+    ("method", "reach"), [(EIGHT, 256), (small(contrib.MXFP8()), 32), (small(dq.BF16()), 1)]
 )
 @pytest.mark.parametrize("dtype", daily(["float32", "bfloat16"], ["bfloat16"]))
 def test_what_is_not_finite_takes_its_block_along_and_no_more(method, reach, dtype):
@@ -286,7 +286,7 @@ def test_bytes_are_those_of_the_width(bits, width):
         assert moved <= size * bits
 
 
-@pytest.mark.parametrize("method", [CHEAP, small(comparators.MinMax(bits=4))])
+@pytest.mark.parametrize("method", [CHEAP, small(contrib.MinMax(bits=4))])
 @pytest.mark.parametrize("key", [KEY, None])
 def test_senders_and_receivers_round_by_noise_of_their_own(method, key):
     """All send the same. Noise follows the key, or without one the sender's data.
@@ -358,8 +358,8 @@ def test_malformed_arguments_are_refused(case):
 NEED_MORE = [
     dq.DynamiQ(dither=True), dq.DynamiQ(floor=None), dq.DynamiQ(widths=(1, 8), bits=3, floor=1),
     dq.DynamiQ(format=dq.Format(subtract_mean=True)), dq.ErrorFeedback(dq.DynamiQ()),
-    comparators.THC(), comparators.Marsit(), comparators.PacketLoss(dq.DynamiQ()),
-    comparators.PacketLoss(comparators.MXFP8()),
+    contrib.THC(), contrib.Marsit(), contrib.PacketLoss(dq.DynamiQ()),
+    contrib.PacketLoss(contrib.MXFP8()),
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dynamiq_jax.tree.leaves import describe_leaves
 
 N = 4
 KEY = jax.random.key(0)
-MX8, MX4 = dq.comparators.MXFP8(), dq.comparators.MXFP4()
+MX8, MX4 = dq.contrib.MXFP8(), dq.contrib.MXFP4()
 DIRECT = dq.Direct(transport="collectives")
 OWN = {
     "embed": jax.ShapeDtypeStruct((500, 20), jnp.float32),
@@ -125,7 +125,7 @@ def test_every_part_has_the_bits_of_its_method_alone():
 
 def kernels_share(path, leaf):
     """Two methods, of which one has a memory."""
-    shared = dq.ErrorFeedback(dq.comparators.MXFP8())
+    shared = dq.ErrorFeedback(dq.contrib.MXFP8())
     return shared if "kernel" in path else by_path(path, leaf)
 
 
@@ -189,7 +189,7 @@ def test_agreement_takes_it():
     params = {"w": jnp.ones((16, 64)), "norm": jnp.ones(64)}
     mixed = small(lambda path, leaf: None if path == "norm" else MX8)
     mixed.check_agreement(params, auto_mesh(), "data")
-    wrong = dq.Compression(lambda path, leaf: dq.comparators.OmniReduce(), topology=DIRECT)
+    wrong = dq.Compression(lambda path, leaf: dq.contrib.OmniReduce(), topology=DIRECT)
     with pytest.raises(NotImplementedError, match="leave topology=None"):
         wrong.check_agreement(params, auto_mesh(), "data")
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dynamiq_jax as dq
 from dynamiq_jax.commands import cli, error, simulate
 from dynamiq_jax.commands.bench import all_reduce, contenders, settings, tables, timing
-from dynamiq_jax.commands.model_tree import save_model_tree
+from dynamiq_jax.plan.model_tree import save_model_tree
 
 pytestmark = pytest.mark.usefixtures("keep_xla_flags")
 

@@ -23,8 +23,8 @@ from processes import KEPT, coordinator, outputs
 from supervised import Supervised
 from workers import mesh_of
 
-from dynamiq_jax.commands.copies import Copies, Told, _rounds, newest, session_after
-from dynamiq_jax.commands.slots import VARIABLE, Slots
+from dynamiq_jax.hosts.copies import Copies, Told, _rounds, newest, session_after
+from dynamiq_jax.hosts.slots import VARIABLE, Slots
 
 WORKER = copies_worker.__file__
 EMPTY, NOW, BEFORE = Told(), 2 * 2**32, 2**32 + 5

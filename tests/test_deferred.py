@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 from workers import network, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.experimental.explicit_mesh.explicit_sums import unreduced_axes
 from dynamiq_jax.methods.metrics import vnmse
+from dynamiq_jax.reduction.explicit_sums import unreduced_axes
 
 F32 = small(dq.F32(), exclude="bias|scale")
 COMPRESSED = small(CHEAP.method, exclude="bias|scale")

@@ -14,10 +14,7 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "evidence" / "results"
 SPEEDUPS = json.loads((RESULTS / "speedups.json").read_text())
-FORMER = {"request"}
-"""Packages that warn of their new name when they are imported."""
 PACKAGES = [file.parent for file in (ROOT / "dynamiq_jax").rglob("__init__.py")]
-PACKAGES = [folder for folder in PACKAGES if folder.name not in FORMER]
 OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 

@@ -282,7 +282,7 @@ def test_second_derivatives_are_those_of_lax(name):
 def test_derivatives_pass_states_of_integers(check_vma):
     """The state of `CLTK` is the number of steps."""
     x, weight = gradient(0, N, 700), gradient(9, N, 700)
-    method = small(dq.comparators.CLTK(density=1.0))
+    method = small(dq.contrib.CLTK(density=1.0))
     specs = {"in_specs": P("data"), "out_specs": P("data"), "check_vma": check_vma}
 
     @jax.jit

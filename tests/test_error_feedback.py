@@ -27,12 +27,12 @@ DIRECT, BUTTERFLY = dq.Direct(), dq.Butterfly(balance=0.0)
 METHODS = {
     "dynamiq": (dq.DynamiQ(bits=5), LOOP),
     "dynamiq, direct": (dq.DynamiQ(bits=4, dither=True), DIRECT),
-    "minmax": (dq.comparators.MinMax(), DIRECT),
-    "minmax, ring": (dq.comparators.MinMax(bits=6), dq.Ring(streams=2)),
-    "mxfp4": (dq.comparators.MXFP4(), BUTTERFLY),
-    "qsgd": (dq.comparators.GlobalQSGD(piece_size=128), dq.Direct(transport="permutes")),
+    "minmax": (dq.contrib.MinMax(), DIRECT),
+    "minmax, ring": (dq.contrib.MinMax(bits=6), dq.Ring(streams=2)),
+    "mxfp4": (dq.contrib.MXFP4(), BUTTERFLY),
+    "qsgd": (dq.contrib.GlobalQSGD(piece_size=128), dq.Direct(transport="permutes")),
     "bf16": (dq.BF16(), LOOP),
-    "thc": (dq.comparators.THC(piece_size=512), None),
+    "thc": (dq.contrib.THC(piece_size=512), None),
 }  # fmt: skip
 """Methods whose sums lose nothing that their encoders do not know, each over one topology."""
 WORKERS = dict(zip(METHODS, (4, 3, 5, 7, 8, 4, 3, 4), strict=True))
@@ -113,7 +113,7 @@ def test_delivered_and_remembered_make_up_the_inputs(kind, name):
 
 def test_every_bucket_has_a_memory_of_its_own():
     """Nothing that one bucket loses reaches another of the same size."""
-    method = feedback(dq.comparators.MXFP4())
+    method = feedback(dq.contrib.MXFP4())
     tree = {"lossy": gradient(0, 3, SIZE), "zeros": np.zeros((3, SIZE), np.float32)}
     own = jax.tree.map(lambda x: x[0], tree)
     request = dataclasses.replace(method, bucket_bytes=0, topology=DIRECT)
@@ -157,7 +157,7 @@ def test_the_momentum_is_what_ef21m_sends():
         assert np.all(np.asarray(after.started))
         errors.append(relative_error(found, total_of(v[step])))
 
-    for method, most in ((dq.F32(), 1e-11), (dq.comparators.MXFP4(), 0.06)):
+    for method, most in ((dq.F32(), 1e-11), (dq.contrib.MXFP4(), 0.06)):
         errors: list[float] = []
         run(feedback(method, kind="ef21m"), DIRECT, x, check)
         assert max(errors) < most
@@ -167,7 +167,7 @@ def test_the_momentum_is_what_ef21m_sends():
 def test_momentum_waits_for_a_step_in_which_all_is_finite():
     x, seen = gradients(3, 3).copy(), []
     x[0, 1, 700] = np.inf
-    method = feedback(dq.comparators.MXFP8(), kind="ef21m")
+    method = feedback(dq.contrib.MXFP8(), kind="ef21m")
     run(method, DIRECT, x, lambda step, found, before, after: seen.append(after))
     assert [bool(np.all(state.started)) for state in seen] == [False, True, True]
     first, *v = (state.momentum for state in seen)
@@ -200,7 +200,7 @@ def test_bad_blocks_leave_every_memory_as_it_was(name, kind):
 
 def test_the_bytes_of_a_state():
     """The docstring says them. No array is there twice, so that a state can be donated."""
-    method = dq.comparators.THC(piece_size=512)
+    method = dq.contrib.THC(piece_size=512)
     for kind, each in zip(KINDS, (4, 8, 12, 12), strict=True):
         state = as_compression(feedback(method, kind=kind)).init_state(jnp.zeros(SIZE), 4)
         assert isinstance(state[0], error_feedback.ErrorFeedbackState)
@@ -212,14 +212,14 @@ def test_the_bytes_of_a_state():
 
 
 def test_what_makes_no_sense_is_refused():
-    alone = dq.comparators.MinMax()
+    alone = dq.contrib.MinMax()
     memory = "keeps a memory of gradients itself.* pass it to dq.reduce"
     for method, message in (
         (dq.ErrorFeedback(alone), memory),
-        (dq.comparators.Marsit(), memory),
-        (dq.comparators.PermK(), "does not tell what its encodings lose.*TellsLosses"),
+        (dq.contrib.Marsit(), memory),
+        (dq.contrib.PermK(), "does not tell what its encodings lose.*TellsLosses"),
         ("minmax", r"'minmax' is not a method; pass .*dq\.ErrorFeedback\(dq\."),
-        (dq.comparators.MinMax, "is not a method"),
+        (dq.contrib.MinMax, "is not a method"),
         (lambda path, leaf: alone, "to choose by path a function that returns"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -227,8 +227,8 @@ def test_what_makes_no_sense_is_refused():
 
 
 def test_without_state_and_in_halves_it_is_refused():
-    method, x = feedback(dq.comparators.MinMax()), jnp.ones((2, 8192))
-    thc = as_compression(feedback(dq.comparators.THC()), dq.Ring())
+    method, x = feedback(dq.contrib.MinMax()), jnp.ones((2, 8192))
+    thc = as_compression(feedback(dq.contrib.THC()), dq.Ring())
     scatter = functools.partial(dq.psum_scatter, tiled=True)
     for error, words, collective, own in (
         (ValueError, r"needs a state.*init_state", dq.psum, method),
@@ -241,10 +241,10 @@ def test_without_state_and_in_halves_it_is_refused():
 
 
 F16 = {
-    "ef14": feedback(dq.comparators.MXFP8()), "ef21": feedback(dq.comparators.MXFP8(), kind="ef21"),
-    "arc": feedback(dq.comparators.ARCTopK()), "clt": feedback(dq.comparators.CLTK()),
-    "omnireduce": feedback(dq.comparators.OmniReduce(density=1)),
-    "sidco": feedback(dq.comparators.SIDCo()), "powersgd": feedback(dq.comparators.PowerSGD()),
+    "ef14": feedback(dq.contrib.MXFP8()), "ef21": feedback(dq.contrib.MXFP8(), kind="ef21"),
+    "arc": feedback(dq.contrib.ARCTopK()), "clt": feedback(dq.contrib.CLTK()),
+    "omnireduce": feedback(dq.contrib.OmniReduce(density=1)),
+    "sidco": feedback(dq.contrib.SIDCo()), "powersgd": feedback(dq.contrib.PowerSGD()),
 }  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def test_what_f16_has_no_room_for_is_forgotten(name):
 @pytest.mark.release
 def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
-    method, topology = (feedback(dq.comparators.MXFP4()), dq.Hierarchical(outer=DIRECT))
+    method, topology = (feedback(dq.contrib.MXFP4()), dq.Hierarchical(outer=DIRECT))
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
     first = as_compression(method, topology).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)

@@ -102,7 +102,7 @@ def test_bad_fields(make, fields, texts):
 CLASSES = (dq.DynamiQ, dq.Format, dq.BF16, dq.F32, dq.ErrorFeedback)
 CLASSES += (dq.Direct, dq.Ring, dq.Butterfly, dq.Hierarchical)
 OPTIONS = {c.__name__: c for c in CLASSES}
-OPTIONS |= dq.comparators.METHODS
+OPTIONS |= dq.contrib.METHODS
 
 
 def test_a_trainers_settings_make_a_request():
@@ -141,7 +141,7 @@ def test_options_print_what_is_not_at_its_default():
             told = [f"{field}={getattr(kind(), field)!r}" for field in told]
             assert repr(kind()) == f"{name}({', '.join(told)})"
     assert repr(dq.DynamiQ()) == "DynamiQ(bits=5.0)"
-    assert repr(dq.comparators.PowerSGD()).startswith("PowerSGD(rank=")
+    assert repr(dq.contrib.PowerSGD()).startswith("PowerSGD(rank=")
 
 
 def test_numbers_of_numpy_become_those_of_python():

@@ -101,7 +101,7 @@ def test_leaves_of_one_dtype_share_buckets_up_to_their_size():
     assert buckets[0] == buckets[1]  # 6000 coordinates of 10000
     assert buckets[2] == buckets[4] != buckets[0]  # 9000 more would not fit, but 9000 and 1000 do
     assert len({buckets[0], buckets[2], buckets[3], buckets[5]}) == 4  # large alone, bf16 apart
-    method = dq.Compression(dq.comparators.MXFP8(), bucket_bytes=0, **SMALL)
+    method = dq.Compression(dq.contrib.MXFP8(), bucket_bytes=0, **SMALL)
     separate = dq.explain(leaves, 2, compression=method, verbose=False)
     assert len({row.bucket for row in separate.rows}) == 6
 
@@ -209,7 +209,7 @@ def test_ways_to_train_are_compared():
     assert head.split() == "way to train sends MB/step keeps MB gradients MB by".split()
     assert second.split()[2:] == ["13.8", "92.3", "67.1", "dq.optax.sharded"]
     assert (first.split()[-1], third.split()[0]) == ("dq.psum", "FSDP")
-    half = dataclasses.replace(method, method=dq.ErrorFeedback(dq.comparators.MXFP8()))
+    half = dataclasses.replace(method, method=dq.ErrorFeedback(dq.contrib.MXFP8()))
     assert half.explain(tree, n, verbose=False).ways == ()
     assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()
 
@@ -235,7 +235,7 @@ def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     plain = dq.explain(LARGE, 8, topology=dq.Direct(), verbose=False)
     assert plain.fastest is None and plain.ways[0].wire_ms is None
     # A method that does not scatter has no ways to compare, but a time.
-    method = dq.ErrorFeedback(dq.comparators.MXFP8())
+    method = dq.ErrorFeedback(dq.contrib.MXFP8())
     alone = dq.explain(LARGE, 8, compression=method, verbose=False, rate="25gbit")
     assert f"At 25gbit the wire takes {alone.wire_bytes / 1e6 * 0.32:,.1f} ms" in alone.fastest
 

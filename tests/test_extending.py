@@ -21,7 +21,7 @@ from workers import auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import methods
-from dynamiq_jax.comparators import lanes
+from dynamiq_jax.contrib import lanes
 from dynamiq_jax.methods import base
 from dynamiq_jax.methods.metrics import vnmse
 
@@ -159,7 +159,7 @@ def test_a_derived_scatter_puts_every_sum_in_its_place(topology):
 
 
 def test_every_comparator_that_hops_without_memory_shards():
-    names = {name for name, method in dq.comparators.METHODS.items() if method.shards}
+    names = {name for name, method in dq.contrib.METHODS.items() if method.shards}
     assert names >= {"MXFP8", "MXFP6", "MXFP4", "MinMax", "GlobalQSGD"}
 
 
@@ -233,8 +233,8 @@ def test_the_old_base_of_sharded_methods_warns_and_works():
             return call.axis.all_gather(x, to="varying")
 
     assert Half().shards and isinstance(Half(), old) and issubclass(Half, methods.Method)
-    assert isinstance(dq.DynamiQ(), old) and isinstance(dq.comparators.MXFP8(), old)
-    for other in (dq.comparators.THC(), dq.comparators.Marsit(), dq.ErrorFeedback(dq.F32()), 5):
+    assert isinstance(dq.DynamiQ(), old) and isinstance(dq.contrib.MXFP8(), old)
+    for other in (dq.contrib.THC(), dq.contrib.Marsit(), dq.ErrorFeedback(dq.F32()), 5):
         assert not isinstance(other, old)
     with pytest.raises(AttributeError, match="no attribute 'Sharded'"):
         methods.Sharded  # noqa: B018
@@ -374,13 +374,13 @@ def test_training_passes_on_what_a_quantiser_is_told(name):
 
 
 def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch):
-    """A package with the page's file, and its line in `comparators/__init__.py`, in a process."""
+    """A package with the page's file, and its line in `contrib/__init__.py`, in a process."""
     folder = tmp_path / "dynamiq_jax"
     shutil.copytree(ROOT / "dynamiq_jax", folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "comparators" / "int8.py").write_text(f'"""8 bits."""\n\n{CLASS}')
-    listed = folder / "comparators" / "__init__.py"
-    line = "from dynamiq_jax.comparators.minmax import MinMax as MinMax\n"
-    new = "from dynamiq_jax.comparators.int8 import Int8 as Int8\n"
+    (folder / "contrib" / "int8.py").write_text(f'"""8 bits."""\n\n{CLASS}')
+    listed = folder / "contrib" / "__init__.py"
+    line = "from dynamiq_jax.contrib.minmax import MinMax as MinMax\n"
+    new = "from dynamiq_jax.contrib.int8 import Int8 as Int8\n"
     assert listed.read_text().count(line) == 1
     listed.write_text(listed.read_text().replace(line, new + line))
     paths = [str(path) for path in (tmp_path, ROOT, ROOT / "tests")]

@@ -89,9 +89,10 @@ def test_arguments_are_those_of_jax_value_and_grad(argnums):
     assert_close(jax.jit(with_flag)(*args, scale=kwargs["scale"]), expected)
 
 
-def test_keys_are_each_workers_own_unless_told():
+@pytest.mark.parametrize("raw", [False, True])
+def test_keys_are_each_workers_own_unless_told(raw):
     params, batch = arrays()
-    key = jax.random.key(5)
+    key = jax.random.PRNGKey(5) if raw else jax.random.key(5)
 
     def noise(params, batch, key):
         assert len(batch["x"]) == 4  # its own examples, also where a spec is None
@@ -409,34 +410,6 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
         assert len(large_sums(compiled)) == 1
 
 
-def test_arrays_that_a_loss_closes_over_are_refused_in_jit():
-    """Every worker would use all examples. What is closed over and not used is no reason."""
-    params, batch = arrays()
-
-    @functools.partial(jax.jit, static_argnames="uses")
-    def step(params, batch, uses):
-        state = {"batch": batch, "apply": errors}
-
-        def closing(params, own):
-            x = state["batch"]["x"] if uses else own["x"]
-            return jnp.mean(state["apply"](params, x))
-
-        return ours(closing)(params, batch)
-
-    assert_close(step(params, batch, False), plain(loss))
-
-    @jax.jit
-    def keyed(params, batch, key):
-        inner = lambda p, b: loss(p, b) * jax.random.uniform(key)
-        outer = functools.partial(lambda p, b, inner: inner(p, b), inner=jax.checkpoint(inner))
-        return ours(outer)(params, batch)
-
-    with pytest.raises(ValueError, match=r"closes over 1 arrays .*key"):
-        keyed(params, batch, jax.random.key(0))
-    with pytest.raises(ValueError, match=r"closes over 1 arrays .*float32\[32,16\].*batch_specs"):
-        step(params, batch, True)
-
-
 class Net(linen.Module):
     """Says how activations and parameters are sharded, over the data axis, too."""
 
@@ -628,10 +601,12 @@ def test_constraints_beside_weights_keys_and_maps():
 
     @jax.jit
     def closing(params, batch):
-        return ours(lambda p, b: with_map(p, batch), mesh, specs=P())(params, batch)
+        own = lambda p: with_map(p, batch)
+        return ours(
+            own, mesh, specs=P(), closed_specs=P("data"), weight=lambda _: count({}, batch)
+        )(params)
 
-    with pytest.raises(ValueError, match=r"closes over 2 arrays"):
-        closing(params, batch)
+    assert_close(closing(params, batch), plain(masked))
 
     def noisy(params, batch, key):
         x = lax.with_sharding_constraint(batch["x"], P("data"))
@@ -719,7 +694,6 @@ def test_what_does_not_go_is_refused():
     entries = r"got 1 positional arguments besides its parameters \('p'\): \['b'\].*a dict"
     assert_refused(
         (ValueError, "inside of a map over axis 'data'.*jax.value_and_grad", inside, *args),
-        (ValueError, "key without its type.*wrap_key_data", three, *args, jax.random.PRNGKey(0)),
         (ValueError, r"PRNG keys, key<fry>\[32\].*P\('data'\)", three, *args, keys),
         (ValueError, rf"argnums=\(0, 2\), {two}", ours(loss, argnums=(0, 2)), *args),
         (ValueError, rf"argnums=\(0, -2\), {two}", ours(loss, argnums=(0, -2)), *args),
@@ -883,3 +857,23 @@ def test_a_mesh_is_passed_where_another_one_is_set(own, around, explicit):
                     jax.jit(f)(*args)
             else:
                 assert_close(jax.device_get(jax.jit(f)(*args)), expected)
+
+
+def test_shards_without_specs_are_warned_of_in_jit():
+    """JAX tells how arguments are sharded only when it lowers the program."""
+    params, batch = arrays()
+    mesh = mesh_of(8)
+    params, batch = put(params, mesh, {"up": P("data"), "down": P()}), put(batch, mesh, P("data"))
+
+    def step(params, batch, specs=None):
+        inner = jax.jit(lambda x: jnp.mean(x**2))  # a step has more in it
+        return ours(loss, specs=specs)(params, batch), inner(batch["x"])
+
+    with pytest.warns(UserWarning, match=r"^1 parameters \(up\) are sharded .*data.*4,096 bytes"):
+        jax.jit(step).lower(params, batch)
+    jax.jit(functools.partial(step, specs=P())).lower(params, batch)
+    jax.jit(functools.partial(step, specs={"up": P("data"), "down": P()})).lower(params, batch)
+    whole = put(jax.device_get(params), mesh)
+    jax.jit(step).lower(whole, batch)
+    scaled = lambda params, batch: step(jax.tree.map(lambda x: 2 * x, params), batch)
+    jax.jit(jax.grad(lambda p: scaled(p, batch)[0][0])).lower(whole)

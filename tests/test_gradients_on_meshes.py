@@ -266,7 +266,7 @@ REFUSED = [
     ("tensor parallel", {}, ValueError,
      r"automatic axes \{'model': 2\}.*pass value_and_grad\(specs="),
     ("fsdp", {"metrics": True}, NotImplementedError, "sharded over the data axes.*metrics=False"),
-    ("fsdp", {"compression": dq.comparators.THC()}, NotImplementedError, "THC.*psum_scatter"),
+    ("fsdp", {"compression": dq.contrib.THC()}, NotImplementedError, "THC.*psum_scatter"),
 ]  # fmt: skip
 
 
@@ -289,7 +289,7 @@ def test_a_state_of_model_shards(kind):
     layout = LAYOUTS["tensor parallel"]
     args = layout.placed(kind)
     # On Explicit meshes the loss's elementwise uses of vectors are summed by JAX.
-    method = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
+    method = dq.ErrorFeedback(dq.contrib.OmniReduce(density=0.5, block_size=8))
     method = small(method, exclude="bias|scale")
     f = jax.jit(layout.ours(kind, compression=method))
     placing = {"mesh": layout.make(kind), "specs": layout.specs}
@@ -323,7 +323,7 @@ def test_on_explicit_axes_a_state_of_other_leaves_or_of_one_worker_is_refused(la
     """On Auto axes `test_error_feedback` has them."""
     excluded, stacked, words = WRONG_STATES[name]
     layout = DATA if layout == "data" else LAYOUTS[layout]
-    feedback = dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8))
+    feedback = dq.ErrorFeedback(dq.contrib.OmniReduce(density=0.5, block_size=8))
     placing = {"mesh": layout.make("explicit"), "specs": layout.specs}
     args, n = layout.placed("explicit"), layout.sizes[0]
     given = small(feedback, exclude=excluded or None)

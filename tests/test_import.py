@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import ByPath
+from dynamiq_jax import former
+from dynamiq_jax.compression import explanation
+from dynamiq_jax.contrib import liec
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -96,9 +98,6 @@ def scattered(params, x):
 def exchanged(tokens, x):
     return dq.all_to_all(tokens, "data", 0, 0, tiled=True, compression=method)
 
-def explicit_modules():
-    return sorted(name for name in sys.modules if name.startswith("dynamiq_jax.experimental"))
-
 def gathered(params, x):
     gather = dq.reduce_in_backward
     whole = lambda own: gather(own, "data", compression=method, specs=P("data"))
@@ -137,19 +136,15 @@ for kind in AxisType.Auto, AxisType.Explicit:
         terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, reduce=False)
         total = lambda *args: dq.psum(terms(*args)[1], "data", compression=method)
         jax.eval_shape(jax.jit(total), params, own)
-    if kind == AxisType.Auto:
-        print("on Auto axes:", explicit_modules())
-assert explicit_modules()
 print("public")
 """
 
 
 def test_every_way_to_train_lives_on_public_jax():
-    """No module of ours imports `jax._src`, neither when it loads nor when it traces. Only calls on
-    Explicit axes import `dynamiq_jax.experimental`."""
+    """No module of ours imports `jax._src`, neither when it loads nor when it traces."""
     result = python(PUBLIC)
     assert result.returncode == 0, result.stderr
-    assert result.stdout == "on Auto axes: []\npublic\n"
+    assert result.stdout == "public\n"
 
 
 def test_without_optax_it_says_what_to_install(monkeypatch):
@@ -200,13 +195,55 @@ def test_every_script_of_the_benchmarks_loads():
     assert names and result.returncode == 0, result.stderr
 
 
-def test_the_former_name_of_the_compression_package_warns():
-    """`dynamiq_jax.request` was on the API page of version 0.3."""
-    for name in [name for name in sys.modules if name.startswith("dynamiq_jax.request")]:
+FORMER = {
+    "dynamiq_jax.commands.copies": ("Copies", dq.hosts.Copies),
+    "dynamiq_jax.commands.model_tree": ("save_model_tree", dq.save_model_tree),
+    "dynamiq_jax.commands.writers": ("scalars", dq.metrics.scalars),
+    "dynamiq_jax.comparators": ("MinMax", dq.contrib.MinMax),
+    "dynamiq_jax.optax.liec": (
+        "LIECState",
+        liec.LIECState,
+    ),
+    "dynamiq_jax.request": (
+        "explanation",
+        explanation,
+    ),
+}
+"""Modules of version 0.4, with a name of each and what it is now."""
+
+
+@pytest.fixture
+def forgotten():
+    """Former names are as before their first import."""
+    for name in [x for x in sys.modules if x.startswith(tuple(FORMER))]:
         del sys.modules[name]
-    with pytest.warns(DeprecationWarning, match="is now dynamiq_jax.compression") as found:
-        former = importlib.import_module("dynamiq_jax.request.explanation")
-        types = importlib.import_module("dynamiq_jax.request.compression")
-    assert len(found) == 1
-    assert former.Explanation is type(dq.explain({}, 8, verbose=False))
-    assert types.ByPath is ByPath
+    vars(dq).pop("comparators", None)
+
+
+def test_every_former_name_has_a_row():
+    assert {f"dynamiq_jax.{name}" for name in former.FORMER} == {*FORMER}
+
+
+@pytest.mark.parametrize("name", FORMER)
+@pytest.mark.usefixtures("forgotten")
+def test_former_names_warn_once_at_the_line_of_the_user(name):
+    with pytest.warns(DeprecationWarning, match=f"{name} is now dynamiq_jax") as found:
+        module = importlib.import_module(name)
+        importlib.import_module(name)
+    wanted, now = FORMER[name]
+    assert getattr(module, wanted) is now
+    assert [warning.filename for warning in found] == [__file__]
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_modules_below_former_names_are_the_ones_of_now():
+    """Else a class would be there twice."""
+    with pytest.warns(DeprecationWarning, match="comparators is now") as found:
+        thc = importlib.import_module("dynamiq_jax.comparators.thc")
+    assert len(found) == 1 and thc.THC is dq.contrib.THC
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_the_former_comparators_are_an_attribute():
+    with pytest.warns(DeprecationWarning, match="comparators is now dynamiq_jax.contrib"):
+        assert dq.comparators is dq.contrib

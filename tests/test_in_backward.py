@@ -440,7 +440,7 @@ REFUSED = [
     ("op='max'", {"op": "max"}),
     ("key=3 is not a PRNG key", {"key": 3}),
     ("has memory, and a backward pass", {"compression": small(dq.ErrorFeedback(dq.DynamiQ()))}),
-    ("has memory", {"compression": lambda path, leaf: dq.ErrorFeedback(dq.comparators.THC())}),
+    ("has memory", {"compression": lambda path, leaf: dq.ErrorFeedback(dq.contrib.THC())}),
 ]
 
 

@@ -1,7 +1,7 @@
 """Losses that people write, on Explicit meshes: each trains, and has plain JAX's gradients.
 
 A parameter may be used where JAX has no rule for a value that is typed as reduced: such a use alone
-has its gradient summed by JAX (`explicit_mesh.uses`). All parameters count as large here.
+has its gradient summed by JAX (`jaxprs.uses`). All parameters count as large here.
 """
 
 import functools
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from workers import mesh_of, put
 
 import dynamiq_jax as dq
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 
 WIDTH, ROWS, VOCABULARY, LAYERS = 64, 16, 32, 3
 EXACT = small(dq.F32())
@@ -273,7 +273,7 @@ def largest_native(step, args):
 def test_uses_with_a_rule_stay_compressed():
     """A norm's scale, a bias and a penalty cost the matrices nothing."""
     steps = ("norm", "bias", "matmul", "scan of remat")
-    method = small(comparators.MinMax(bits=6))  # which compiles in a third of DynamiQ's time
+    method = small(contrib.MinMax(bits=6))  # which compiles in a third of DynamiQ's time
     found, expected, (step, args) = check(steps, "l2", (8,), method)
     for name in ("w", "layers"):
         assert 0 < relative_error(found[1][name], expected[1][name]) < 0.05

@@ -180,7 +180,7 @@ def test_derivatives_are_those_of_the_exact_mean():
 
 # --- What else there is: states, metrics, explanations, refusals ---------------------------------
 
-MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5)))
+MEMORY = small(dq.ErrorFeedback(dq.contrib.OmniReduce(density=0.5)))
 
 
 def abstract(shapes):

@@ -16,7 +16,7 @@ from cases import daily, small
 from kernel_runs import MX, assert_same_mx, lowered_for_cuda, mx_gradients, mx_program, mx_results
 
 import dynamiq_jax as dq
-from dynamiq_jax.comparators.mx import ELEMENTS
+from dynamiq_jax.contrib.mx import ELEMENTS
 from pallas_kernels import mx
 
 SIZE = 2 * 128 * 19 - 77  # two chunks of 19 parts, which are no power of two, and padding
@@ -82,7 +82,7 @@ def test_interpreted_kernels_give_the_bits_of_xla(name, finite):
 
 def ran(call, backend, x):
     """A call of every worker under a backend."""
-    method = dq.comparators.MXFP4(rounding="stochastic", backend=backend)
+    method = dq.contrib.MXFP4(rounding="stochastic", backend=backend)
     run = jax.vmap(lambda x: call(x, "data", small(method)), axis_name="data")
     return np.asarray(jax.jit(run)(x))
 
@@ -128,7 +128,7 @@ def test_collectives_by_kernels_give_the_bits_of_xla(name):
 
 @pytest.mark.parametrize("name", daily(MX, DAILY))
 def test_kernels_lower_for_cuda(name, monkeypatch):
-    monkeypatch.setattr("dynamiq_jax.comparators.mx.resolve_backend", lambda backend: backend)
+    monkeypatch.setattr("dynamiq_jax.contrib.mx.resolve_backend", lambda backend: backend)
     x = jax.ShapeDtypeStruct((4, SIZE), jnp.float32)
     lowered = lowered_for_cuda(mx_program(MX[name], SIZE, jnp.bfloat16, "triton"), x)
     for kernel in ("encode", "hop", "sum", "decode"):
@@ -137,8 +137,8 @@ def test_kernels_lower_for_cuda(name, monkeypatch):
 
 def test_backends_are_refused_that_have_no_kernels_of_mx_floats():
     with pytest.raises(ValueError, match="backend='mosaic'; expected .*'triton'"):
-        dq.comparators.MXFP8(backend="mosaic")  # pyright: ignore[reportArgumentType]
-    method = small(dq.comparators.MXFP8(backend="triton"))
+        dq.contrib.MXFP8(backend="mosaic")  # pyright: ignore[reportArgumentType]
+    method = small(dq.contrib.MXFP8(backend="triton"))
     with pytest.raises(NotImplementedError, match="'triton' needs an NVIDIA GPU.*backend=None"):
         jax.vmap(lambda x: dq.psum(x, "data", compression=method), axis_name="data")(
             jnp.ones((4, 600))

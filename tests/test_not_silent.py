@@ -16,7 +16,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import compat
-from dynamiq_jax.experimental.explicit_mesh import compat as explicit
+from dynamiq_jax.core import explicit as explicit
 
 N = 4
 LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)

@@ -19,12 +19,12 @@ from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
-from dynamiq_jax.optax import liec
+from dynamiq_jax.contrib import liec
 
 N = 8
-SCALED = small(dq.ErrorFeedback(dq.comparators.MXFP8()))  # a memory, and cheap to compile
-MEMORY = small(dq.ErrorFeedback(dq.comparators.OmniReduce(block_size=64)))
-POWER = dq.Compression(dq.ErrorFeedback(dq.comparators.PowerSGD(rank=2)), min_leaf_size=1)
+SCALED = small(dq.ErrorFeedback(dq.contrib.MXFP8()))  # a memory, and cheap to compile
+MEMORY = small(dq.ErrorFeedback(dq.contrib.OmniReduce(block_size=64)))
+POWER = dq.Compression(dq.ErrorFeedback(dq.contrib.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
 REDUCED = dq.optax.all_reduce("data", compression=dq.F32())
 SHARDED = promoting(dq.optax.sharded(optax.sgd(0.1), "data", compression=EXACT, differences=EXACT))
@@ -90,7 +90,7 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
 
 def test_it_compresses_as_reduce_does_and_keeps_its_state():
     """Every step has a key of its own."""
-    method = small(dq.ErrorFeedback(dq.comparators.MXFP8(rounding="stochastic")))
+    method = small(dq.ErrorFeedback(dq.contrib.MXFP8(rounding="stochastic")))
     method = as_compression(method, dq.Direct())
     options = {"op": "sum", "metrics": True, "compression": method}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
@@ -273,7 +273,7 @@ def test_a_scan_outside_of_maps_carries_a_memory_from_its_first_type_on(way):
 @pytest.mark.parametrize("kind", ["auto", "explicit"])
 def test_one_worker_keeps_its_state_and_is_not_warned(kind):
     mesh = mesh_of(1, kind={"auto": AxisType.Auto, "explicit": AxisType.Explicit}[kind])
-    feedback = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=8)))
+    feedback = small(dq.ErrorFeedback(dq.contrib.OmniReduce(density=0.5, block_size=8)))
     params, x = {"w": np.ones((16, 16), np.float32)}, np.ones((4, 16), np.float32)
     state = jax.device_get(jax.jit(lambda: feedback.init_state(params, 1, stacked=True))())
     loss = lambda params, x: jnp.mean(jnp.square(x @ params["w"]))  # the gradient is 2

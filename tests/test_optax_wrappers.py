@@ -193,7 +193,7 @@ KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_reduce_keeps_its_memory_outside_of_maps_as_reduce_does(kind):
     mesh = mesh_of(8, kind=KINDS[kind])
-    method = small(dq.ErrorFeedback(dq.comparators.MXFP8()))
+    method = small(dq.ErrorFeedback(dq.contrib.MXFP8()))
     options = {"compression": method, "op": "sum"}
     grad_fn = dq.value_and_grad(
         loss_fn, mesh=mesh, axis_name="data", compression=method, reduce=False

@@ -17,7 +17,7 @@ from workers import auto_mesh, mesh_of, once, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 
 N = 4
 LOW = dataclasses.replace(EIGHT, min_leaf_size=300)
@@ -40,7 +40,7 @@ CASES = {
     "dynamiq": (LOW, {"key": KEY}),
     "no key": (LOW, {}),
     "dither": (dataclasses.replace(LOW, method=dq.DynamiQ(bits=4, dither=True)), {"key": KEY}),
-    "plain": (low(comparators.MinMax(bits=6)), {"key": KEY}),
+    "plain": (low(contrib.MinMax(bits=6)), {"key": KEY}),
     "exact": (EXACT, {}),
     "to": (LOW, {"key": KEY, "to": "invarying"}),
     "stacked": (LOW, {"key": KEY, "tiled": False, "axis": 1}),
@@ -212,7 +212,7 @@ def test_what_does_not_go_together_is_refused():
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             run()
-    alone = dq.Compression(comparators.PermK(), min_leaf_size=1, min_bucket_size=1)
+    alone = dq.Compression(contrib.PermK(), min_leaf_size=1, min_bucket_size=1)
     with pytest.raises(
         NotImplementedError, match="PermK.* does not do psum_scatter and all_gather"
     ):

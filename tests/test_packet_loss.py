@@ -11,8 +11,8 @@ from cases import CHEAP, first_state, small, stepper, vmapped
 from workers import gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.comparators import PacketLoss
-from dynamiq_jax.comparators.packet_loss import weights
+from dynamiq_jax.contrib import PacketLoss
+from dynamiq_jax.contrib.packet_loss import weights
 
 DRAWS = 4096
 KEY = jax.random.key(3)
@@ -100,7 +100,7 @@ def test_fields_out_of_range(fields):
 
 def test_what_it_does_not_serve():
     with pytest.raises(ValueError, match="not a method over topologies"):
-        PacketLoss(dq.comparators.THC())
+        PacketLoss(dq.contrib.THC())
     x = np.ones((4, 8192), np.float32)
     with pytest.raises(NotImplementedError, match=r"pass topology=dq.Direct\(\)"):
         vmapped(lossy(0.1), dq.Ring())(x, KEY)

@@ -20,11 +20,11 @@ from workers import auto_mesh, compilations, mesh_of, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax import comparators
+from dynamiq_jax import contrib
 from dynamiq_jax.tree.padding import split_dimension
 
 F32 = dataclasses.replace(EXACT, min_leaf_size=64)
-SOME = dataclasses.replace(small(comparators.MinMax()), min_leaf_size=64)
+SOME = dataclasses.replace(small(contrib.MinMax()), min_leaf_size=64)
 """A quantiser, which compiles in a third of DynamiQ's time, and rounds at random."""
 RULES = {
     "adamw": (optax.adamw(1e-2, weight_decay=0.1), None),
@@ -165,7 +165,7 @@ def test_zeros_by_hand_give_the_same_bits(rule):
 def test_norms_and_noise_stop_where_the_leaf_does():
     """Payloads have noise where the zeros are, and neither masters nor norms have it."""
     params = {"w": np.zeros(9, "f"), "v": np.zeros((9, 9), "f")}
-    method = small(comparators.MinMax())
+    method = small(contrib.MinMax())
     optimizer = promoting(
         dq.optax.sharded(optax.sgd(1.0), "data", compression=method, differences=F32)
     )

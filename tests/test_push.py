@@ -239,7 +239,7 @@ NOT_PUSHED = {
     "plan": (by(dq.DynamiQ(plan=True)), 2**15),
     "checks": (by(dq.DynamiQ(debug_checks=True)), 2**15),
     "jnp": (by(dq.DynamiQ(backend="jnp")), 2**15),
-    "another method": (by(dq.comparators.MXFP4()), 2**15),
+    "another method": (by(dq.contrib.MXFP4()), 2**15),
 }
 
 

@@ -29,10 +29,10 @@ def blocks(page):
 
 START, *RECIPES = blocks("docs/recipes.md")
 NAMES = [
-    "jit", "auto", "auto window", "auto specs", "optax", "accumulation", "checkpoint", "sharded",
-    "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint", "pmap",
-    "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts", "scan",
-    "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
+    "jit", "auto", "auto window", "auto specs", "closed", "optax", "accumulation", "checkpoint",
+    "sharded", "health", "sharded jit", "train state", "nnx optimizer", "nnx checkpoint",
+    "pmap", "nnx", "linen", "linen norm", "explicit", "meshes", "constraints", "several hosts",
+    "scan", "fsdp", "fsdp state", "frozen", "sequential", "scattered", "deferred",
     "loss scaling", "weight", "uneven", "private", "budget", "grid", "by path", "by step",
     "by step optax", "by step switch", "metrics",
 ]  # fmt: skip
@@ -52,7 +52,7 @@ def execute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def execute(code, name):
-        found: dict = {}
+        found: dict = {"__name__": "recipe"}  # as classes of a script have a module
         exec(compile(code, name, "exec"), found)
         return found
 
@@ -267,6 +267,14 @@ def of_a_table(found):
     return np.isclose(found["loss"], value, rtol=1e-5)
 
 
+def of_a_generator(found):
+    """The generator went on by one key in the loss and one after it, as in plain JAX."""
+    plain = found["Keys"](jax.random.key(0))
+    plain()
+    data = [jax.random.key_data(key) for key in (plain(), found["key"])]
+    return np.array_equal(*data) and finite(found["grads"]["hidden"]["kernel"])
+
+
 def of_statistics(found):
     """The loss of the whole batch, and running averages of it."""
     own = found["weights"], found["stats"], found["batches"][0]
@@ -300,6 +308,7 @@ PRINTED = [
      lambda found: int(found["aux"]["tokens"]) == int(found["masked"]["mask"].sum())),
     (["auto", "auto window"], "", of_windows),
     (["auto specs"], r"loss \d\.\d{3}\n", of_a_table),
+    (["closed"], r"loss 0\.\d{3}\n", of_a_generator),
     (["optax"], r"loss 0\.\d{3}, vNMSE \d\.\de-0\d\n", of_optax),
     (["optax", "accumulation"], r"\n3 reductions in 12 steps\n",
      lambda found: finite(found["trained"]["out"]["kernel"])),

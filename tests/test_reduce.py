@@ -106,7 +106,7 @@ class TestMetrics:
 
     def test_methods_that_cannot_say_say_nan(self):
         x = gradient(3, N, SIZE).at[0, 0].set(jnp.nan)
-        method = small(dq.comparators.MXFP8())
+        method = small(dq.contrib.MXFP8())
         found = reducer(method, ROUTES["direct"], op="sum", metrics=True)(x, KEY, None)
         metrics = jax.tree.map(lambda m: np.asarray(m[0]), found.metrics)
         assert np.isnan(metrics.vnmse)
@@ -150,7 +150,7 @@ def test_a_stacked_state_is_every_workers():
 
 def test_states_that_do_not_fit_are_refused_with_both_shapes():
     method, x = small(dq.ErrorFeedback(dq.DynamiQ())), jnp.ones((2, 8192))
-    init, thc = method.init_state, small(dq.ErrorFeedback(dq.comparators.THC()))
+    init, thc = method.init_state, small(dq.ErrorFeedback(dq.contrib.THC()))
     for state in (init(x[0, 300:], 2), init(x[0], 2, stacked=True), thc.init_state(x[0], 2)):
         one = functools.partial(dq.reduce, axis_name="data", compression=method, state=state)
         with pytest.raises(ValueError, match=r"state has leaves of shapes .* keeps \[\(8192,\)\]"):

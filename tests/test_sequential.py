@@ -14,11 +14,11 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once
 
 import dynamiq_jax as dq
+from dynamiq_jax.jaxprs.phases import Progress, cut
 from dynamiq_jax.training import interleaved
-from dynamiq_jax.training.phases import Progress, cut
 
 N, DIM = 4, 128
-MINMAX = small(dq.comparators.MinMax())
+MINMAX = small(dq.contrib.MinMax())
 KEY = jax.random.key(5)
 
 
@@ -65,7 +65,7 @@ def grad(functions, params, x, **options):
     return jax.value_and_grad(run)(params)
 
 
-AFTER_GRAD = [(CHEAP, True), (MINMAX, True), (small(dq.comparators.PermK()), False)]
+AFTER_GRAD = [(CHEAP, True), (MINMAX, True), (small(dq.contrib.PermK()), False)]
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from workers import auto_mesh, local, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
+from dynamiq_jax.jaxprs.phases import cut
 from dynamiq_jax.training import interleaved
-from dynamiq_jax.training.phases import cut
 
 N, DIM, LAYERS = 4, 16, 3
 F32 = dataclasses.replace(EXACT, min_leaf_size=DIM * DIM)

@@ -7,7 +7,7 @@ from jaxtyping import Array, Int, TypeCheckError, jaxtyped
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.comparators import hadamard, lanes
+from dynamiq_jax.contrib import hadamard, lanes
 
 checked = jaxtyped(typechecker=shapes.checked)
 
@@ -30,7 +30,7 @@ def test_wrong_arguments_and_results_fail():
 
 def test_other_annotations_are_left_to_pyright():
     with pytest.raises(ValueError, match="rounding='up'; expected one of"):
-        dq.comparators.MXFP6(rounding="up")  # type: ignore
+        dq.contrib.MXFP6(rounding="up")  # type: ignore
 
 
 def test_both_packages_are_checked():

@@ -26,7 +26,7 @@ import dynamiq_jax.nnx
 import dynamiq_jax.optax
 
 F32 = dataclasses.replace(EXACT, min_leaf_size=64)
-SMALL = dataclasses.replace(small(dq.comparators.MinMax()), min_leaf_size=64)
+SMALL = dataclasses.replace(small(dq.contrib.MinMax()), min_leaf_size=64)
 MESH = auto_mesh()
 
 

@@ -67,7 +67,7 @@ class Rows(NamedTuple):
         return self.method.codec(x[worker], shared, layout, call)
 
 
-MXFP4 = dq.comparators.MXFP4(rounding="stochastic")
+MXFP4 = dq.contrib.MXFP4(rounding="stochastic")
 CASES = {
     "dynamiq, ring of 4": (CHEAP.method, dq.Ring(unroll_up_to=1, **ONE), 4),
     "dynamiq, butterfly of 8": (CHEAP.method, dq.Butterfly(**ONE), 8),

@@ -17,11 +17,11 @@ import pytest
 from cases import daily
 from supervised import Supervised
 
-from dynamiq_jax.commands.run.addresses import Book, parse_hosts
-from dynamiq_jax.commands.run.beats import Beat, Phase, connected, decode
-from dynamiq_jax.commands.run.child import Child
-from dynamiq_jax.commands.run.supervisor import Settings, Supervisor
 from dynamiq_jax.core.interrupts import of_command
+from dynamiq_jax.hosts.addresses import Book, parse_hosts
+from dynamiq_jax.hosts.beats import Beat, Phase, connected, decode
+from dynamiq_jax.hosts.child import Child
+from dynamiq_jax.hosts.supervisor import Settings, Supervisor
 
 ALONE = ("--min-hosts", "1", "--wait", "0.5")
 VICTIM = 1

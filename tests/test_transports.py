@@ -340,7 +340,7 @@ def keyed_mean(x, axis_name, **options):
         (CHEAP, dq.psum, 2, ["exchange"] * 5),
         (small(dq.ErrorFeedback(CHEAP.method)), with_memory, 1, ["exchange"] * 3),
         (small(dq.DynamiQ(bits=5, plan=False, backend="jnp")), dq.psum, 1, ["exchange"] * 3),
-        (small(dq.comparators.MXFP4()), dq.psum, 1, ["exchange"] * 2),
+        (small(dq.contrib.MXFP4()), dq.psum, 1, ["exchange"] * 2),
         (CHEAP, functools.partial(dq.psum_scatter, tiled=True), 1, ["exchange"] * 2),
     ],
     ids=["plan", "no plan, dither", "streams", "memory", "backend", "MX", "psum_scatter"],

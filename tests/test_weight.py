@@ -109,7 +109,7 @@ def test_leaves_that_all_hold_alike_are_their_own_mean():
 
 def test_memory_keeps_what_was_not_sent():
     """The memory of a worker that weighs nothing is sent later, not lost."""
-    method = small(dq.ErrorFeedback(dq.comparators.OmniReduce(density=0.5, block_size=64)))
+    method = small(dq.ErrorFeedback(dq.contrib.OmniReduce(density=0.5, block_size=64)))
     x = gradient(3, N, 1024)
     state = as_compression(method).init_state(x[0], N, stacked=True)
 

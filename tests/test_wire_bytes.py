@@ -163,7 +163,7 @@ def test_halves_move_what_the_method_says(name):
 
 
 MINMAX, QSGD, MXFP6 = (
-    method() for method in (dq.comparators.MinMax, dq.comparators.GlobalQSGD, dq.comparators.MXFP6)
+    method() for method in (dq.contrib.MinMax, dq.contrib.GlobalQSGD, dq.contrib.MXFP6)
 )
 DERIVED = {
     "minmax, direct": (MINMAX, dq.Direct(), {"all-to-all"}),

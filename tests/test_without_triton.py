@@ -120,7 +120,7 @@ def test_named_kernels_of_triton_are_refused(named, hopper):
 
 SLOW: dict[str, Any] = {
     "many groups": dq.DynamiQ(format=dq.Format(group_size=8, super_group_size=512), plan=False),
-    "MX floats": dq.comparators.MXFP4(),
+    "MX floats": dq.contrib.MXFP4(),
 }
 
 
@@ -144,7 +144,7 @@ def test_explanations_and_rows_name_the_kernels(hopper):
     tree = jax.ShapeDtypeStruct((2**20,), jnp.float32)
     topology = dq.Ring()
     for method, kernels in (
-        (dq.DynamiQ(), "mosaic"), (SLOW["many groups"], "jnp"), (dq.comparators.MXFP8(), "jnp"),
+        (dq.DynamiQ(), "mosaic"), (SLOW["many groups"], "jnp"), (dq.contrib.MXFP8(), "jnp"),
         (dq.ErrorFeedback(dq.DynamiQ()), "mosaic"), (dq.BF16(), "xla"),
         (dq.DynamiQ(backend="triton"), "triton"),
     ):  # fmt: skip

@@ -152,10 +152,10 @@ METHODS: Mapping[str, Callable[..., Any]] = {
     "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-1-2-3": partial(dq.DynamiQ, **contenders.NARROW, dither=True),
-    "mxfp4-stochastic": partial(dq.comparators.MXFP4, rounding="stochastic"),
-    "mxfp4-ef14": partial(_around, dq.comparators.MXFP4),  # biased: it rounds to nearest
-    "mxfp4-ef21": partial(_around, dq.comparators.MXFP4, "ef21"),
-    "powersgd-memory": partial(_around, dq.comparators.PowerSGD),
+    "mxfp4-stochastic": partial(dq.contrib.MXFP4, rounding="stochastic"),
+    "mxfp4-ef14": partial(_around, dq.contrib.MXFP4),  # biased: it rounds to nearest
+    "mxfp4-ef21": partial(_around, dq.contrib.MXFP4, "ef21"),
+    "powersgd-memory": partial(_around, dq.contrib.PowerSGD),
     "arc-top-k-memory": partial(_around, contenders.METHODS["arc-top-k"]),
     **{
         f"{name}-memory": partial(contenders.remembered, "ef14", contenders.METHODS[name])

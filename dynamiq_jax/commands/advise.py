@@ -10,7 +10,7 @@ import typer
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import all_reduce, contenders, settings, tables
 from dynamiq_jax.commands.bench.advice import check, decide
-from dynamiq_jax.commands.model_tree import floating_leaves, model_file, read_model
+from dynamiq_jax.commands.models import floating_leaves, model_file, read_model
 from dynamiq_jax.commands.options import announce, checked
 from dynamiq_jax.compression.compression import Compression
 

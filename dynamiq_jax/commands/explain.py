@@ -8,7 +8,7 @@ import typer
 import dynamiq_jax as dq
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.commands.model_tree import read_model
+from dynamiq_jax.commands.models import read_model
 from dynamiq_jax.commands.options import checked
 
 

@@ -153,7 +153,7 @@ def check_shards(method: Method, what: str) -> None:
     if not method.shards:
         raise NotImplementedError(
             f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
-            "dq.DynamiQ() or dq.comparators.MXFP8(), or reduce with dq.psum over a topology "
+            "dq.DynamiQ() or dq.contrib.MXFP8(), or reduce with dq.psum over a topology "
             "without them"
         )
 
@@ -164,7 +164,7 @@ def check_exchanges(method: Method, n_workers: int, name: str = "method") -> Non
         raise NotImplementedError(
             f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
             "dither, state or lost packets, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
-            "dq.comparators.MXFP8() or dq.BF16()"
+            "dq.contrib.MXFP8() or dq.BF16()"
         )
 
 

@@ -1,6 +1,6 @@
 """Differences between JAX versions, and facts from JAX's tracing state.
 
-Every function may need this file. `experimental.explicit_mesh.compat` has what only Explicit axes
+Every function may need this file. `core.explicit` has what only Explicit axes
 need; no other file of this package handles versions. Some of it has no public interface in JAX.
 Each such use raises where it does not find what it expects, or is tried once (`tried`) on a small
 example with a known answer.
@@ -220,7 +220,7 @@ def transposes_a_map() -> bool:
 
 
 # JAX reuses what it has traced of an inner `jax.jit`, unless the context of the trace differs. Only
-# `experimental.explicit_mesh` needs it. But JAX forbids making a context while another thread uses
+# `training.explicit_axes` needs it. But JAX forbids making a context while another thread uses
 # JAX, so it is made when the library is imported.
 trace_number = jax.make_user_context(0)
 """The number of the trace of `dynamiq_jax.value_and_grad` on Explicit axes; 0 outside."""
@@ -310,6 +310,19 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
         effects=equation.effects,
     )
     return jax.core.eval_jaxpr(alone, (), *given.values())
+
+
+def evaluate_all(
+    equations: Sequence[JaxprEqn], known: dict[Any, Any], results: Sequence[Any]
+) -> Sequence[Any]:
+    """The values of variables or constants, by equations of a program, from the ``known`` ones."""
+    alone = _empty_jaxpr().replace(
+        invars=list(known),
+        outvars=list(results),
+        eqns=list(equations),
+        effects=frozenset().union(*(equation.effects for equation in equations)),
+    )
+    return jax.core.eval_jaxpr(alone, (), *known.values())
 
 
 def constant_of(literal: Literal) -> Array:

@@ -1,17 +1,18 @@
-"""A choice between two programs that is made when JAX lowers them, by the devices of the mesh.
+"""Facts that JAX tells when it lowers a program: the mesh's devices, and arguments' shardings.
 
 While a function under `jax.shard_map` is traced, JAX does not say which devices the mesh has, only
-how many. The rule that lowers a primitive sees them.
+how many, nor how arguments are sharded over Auto axes. The rule that lowers a primitive sees it.
 """
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh
 
 from dynamiq_jax.core.compat import is_mesh_set, needs_devices
@@ -95,3 +96,45 @@ def _primitive(*, for_set_mesh: bool) -> Primitive:
 
 _chosen = _primitive(for_set_mesh=False)
 _chosen_for_set_mesh = _primitive(for_set_mesh=True)
+
+
+# --- Shardings of a program's arguments -----------------------------------------------------------
+
+
+def telling_shardings(note: Callable[[list[frozenset[str]]], None], values: Sequence[Any]) -> Any:
+    """``values``; when JAX lowers the program, ``note`` gets the mesh axes that shard each of them.
+
+    They are known of arguments of `jax.jit` that reach this call unchanged, if their shardings are.
+    Others have no axes. ``note`` must be hashable.
+    """
+    return _telling.bind(*values, note=note)
+
+
+def _axes_of_argument(value: Any) -> frozenset[str]:
+    """The axes that shard a value of MLIR, if it is an argument of the program."""
+    try:
+        attributes = value.owner.owner.attributes["arg_attrs"][value.arg_number]
+        # As <@mesh, [{"data"}, {}], replicated={"model"}>: the last brackets have the dimensions.
+        dimensions, _, _ = str(attributes["sdy.sharding"]).rpartition("[")[2].partition("]")
+        return frozenset(re.findall(r'"([^"]+)"', dimensions))
+    except (AttributeError, IndexError, KeyError, TypeError):
+        return frozenset()
+
+
+def _lower_telling(context: Any, *values: Any, note: Any) -> Any:
+    del context
+    note([_axes_of_argument(value) for value in values])
+    return values
+
+
+def _telling_jvp(primals: Sequence[Any], tangents: Sequence[Any], *, note: Any) -> Any:
+    return _telling.bind(*primals, note=note), list(tangents)
+
+
+_telling = Primitive("dynamiq_telling_shardings")
+_telling.multiple_results = True
+_telling.def_impl(lambda *values, note: list(values))
+_telling.def_abstract_eval(lambda *types, note: list(types))
+batching.primitive_batchers[_telling] = lambda values, dims, *, note: (list(values), list(dims))
+ad.primitive_jvps[_telling] = _telling_jvp
+mlir.register_lowering(_telling, _lower_telling, cacheable=False)  # the operands count

@@ -1,7 +1,6 @@
 """Meshes of any devices; which mesh a call is on, and whether all its axes are Explicit.
 
-Every function needs the last answer. The code for Explicit axes is in
-`experimental.explicit_mesh`. It is imported only if the answer is yes.
+Every function needs the last answer.
 """
 
 import contextlib

@@ -3,7 +3,9 @@
 import sys
 import warnings
 
-INSIDE = frozenset("dynamiq_jax jax optax flax jaxtyping beartype contextlib functools".split())
+INSIDE = frozenset(
+    "dynamiq_jax jax optax flax jaxtyping beartype contextlib functools importlib".split()
+)
 """Packages that call this library for the user: a warning does not name their lines."""
 
 
@@ -11,7 +13,9 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns of the innermost line on the stack that is neither this library's nor JAX's."""
     frame, level = sys._getframe(1), 2  # level 1 is the line below
     while frame.f_back is not None and _package(frame) in INSIDE:
-        frame, level = frame.f_back, level + 1
+        # Python does not count its own frames of an import.
+        level += "importlib._bootstrap" not in frame.f_code.co_filename
+        frame = frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
 

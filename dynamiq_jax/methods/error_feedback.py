@@ -70,7 +70,7 @@ class ErrorFeedbackState(NamedTuple):
 class ErrorFeedback(WrappedMethod):
     """A method with a memory of its compression errors.
 
-        method = dq.ErrorFeedback(dq.comparators.MXFP4(), kind="ef21")
+        method = dq.ErrorFeedback(dq.contrib.MXFP4(), kind="ef21")
         state = dq.Compression(method).init_state(params, n_workers)
         grads, state, _ = dq.reduce(grads, "data", compression=method, state=state)
 

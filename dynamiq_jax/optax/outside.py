@@ -1,6 +1,6 @@
 """Sharded updates outside of maps: one map over the whole mesh runs them.
 
-On Explicit axes types say which gradients are still terms (`experimental.explicit_mesh`). On Auto
+On Explicit axes types say which gradients are still terms (`reduction.explicit_sums`). On Auto
 axes `value_and_grad` returns terms with a leading axis of workers (`WorkerTerms`). There parameters
 are sharded as their masters are, but for the axes of the workers.
 """

@@ -41,8 +41,9 @@ from dynamiq_jax.core.meshes import (
 from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
 from dynamiq_jax.methods import Method
-from dynamiq_jax.optax.elementwise import on_slices, whole_arrays
+from dynamiq_jax.optax.explicit_updates import on_explicit_axes
 from dynamiq_jax.optax.outside import on_auto_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_wrappers
@@ -317,8 +318,6 @@ def sharded(
             return step(updates, state, params, extra, op="mean", moved=moved)
         around = auto_mesh(params)
         if around is None and not has_terms(updates) and is_outside(axis, (updates, params)):
-            from dynamiq_jax.experimental.explicit_mesh.explicit_updates import on_explicit_axes
-
             facts = on_explicit_axes(axis, updates, params)
         else:
             facts, updates = on_auto_axes(axis, updates, state, params, around)

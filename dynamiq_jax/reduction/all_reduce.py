@@ -13,6 +13,7 @@ from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.reduction.explicit_sums import reduce_outside
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import WorkerTerms, reduce_terms
 from dynamiq_jax.topologies import AnyTopology
@@ -194,6 +195,4 @@ def reducer_for(total: Reduction, tree: Any) -> Callable[..., Reduced]:
         return functools.partial(reduce_terms, total)
     if not is_outside(total.axis, tree):
         return total.reduce
-    from dynamiq_jax.experimental.explicit_mesh.explicit_sums import reduce_outside
-
     return functools.partial(reduce_outside, total)

@@ -64,7 +64,7 @@ def all_to_all(
     `DynamiQ` encodes every coordinate at the largest width that fits ``bits`` together with its
     metadata: 8 bits take 8.34 on the wire, 6 bits take 6.34. Zeros stay zeros, and so do padding
     and dropped tokens. A NaN or an infinity makes the 256 coordinates of its super-group NaN, and
-    no others. You can also use other quantisers without memory (`dynamiq_jax.comparators`: `MXFP8`,
+    no others. You can also use other quantisers without memory (`dynamiq_jax.contrib`: `MXFP8`,
     `MinMax`, `GlobalQSGD`); their docstrings say how they handle zeros and NaN. `BF16` and `F32`
     cast.
 

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,17 +16,17 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
-from dynamiq_jax.core.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
-from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.lowering import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
 from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
-from dynamiq_jax.training.batches import ARRAYS, is_key, placed_batch
+from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -96,18 +95,16 @@ class AutoGrad:
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
     Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
-    `WorkerTerms`. A loss that is ``suspicious`` may close over arrays of the traced program
-    around it.
+    `WorkerTerms`.
     """
 
     loss: Callable[[Any, Any], Any]
     mesh: Mesh | AbstractMesh
     wanted: Wanted
     specs: Any
-    batch_specs: Callable[[Any], list[tuple[str, P | None]]]
+    batch_specs: Callable[[Any], list[Told]]
     aux: Any
     weight: Callable[[Any, Any], Any] | None
-    suspicious: bool
 
     @property
     def axis(self) -> Axis:
@@ -152,6 +149,8 @@ class AutoGrad:
             )
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
+        if self.specs is None and self.counting:
+            params = self._telling_shards(params)
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.wanted.total.check_scatter(state, self.wanted.metrics)
@@ -163,6 +162,14 @@ class AutoGrad:
                 )
         known = _Known(told, placed, split, folded, knows_devices())
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
+
+    def _telling_shards(self, params: Any) -> Any:
+        """Parameters of a traced program, of which JAX tells how they are sharded as it lowers."""
+        leaves, treedef = jax.tree.flatten(params)
+        if not leaves or not all(isinstance(x, Tracer) for x in leaves):
+            return params
+        note = _Shards(tuple((x.path, x.nbytes) for x in describe_leaves(params)), self.counting)
+        return treedef.unflatten(telling_shardings(note, leaves))
 
     def _mapped(self, params: Any, key: Any, state: Any, arrays: list, *, known: _Known) -> Any:
         """The value and the gradients of global arrays."""
@@ -238,9 +245,6 @@ class AutoGrad:
             (value, aux), grads, weight = _run_recorded(recorded, params, arrays)
         else:
             try:
-                if self.suspicious:
-                    loss = lambda p, x: self.loss(p, told.join(x))
-                    _check_closure(jax.make_jaxpr(loss)(params, arrays).consts)
                 (value, aux), grads, weight = self._differentiated(told, params, arrays)
             except REFUSALS as error:
                 # Of types, such as a constant as first carry, or a key beside varying arguments.
@@ -279,15 +283,15 @@ class AutoGrad:
     def _types_of_worker(self, known: _Known, params: Any, arrays: list) -> Any:
         """The types of the parameters and of one worker's part of the other arrays."""
 
-        def kind(x: Any, spec: P) -> jax.ShapeDtypeStruct:
-            own = jax.typeof(x)
+        def own(x: Any, spec: P) -> jax.ShapeDtypeStruct:
+            kind = type_of(x)
             counts = [n_parts(names_of(entry), self.mesh.shape) for entry in spec]
-            counts += [1] * (len(own.shape) - len(counts))
-            shape = tuple(x // count for x, count in zip(own.shape, counts, strict=True))
-            return jax.ShapeDtypeStruct(shape, own.dtype, weak_type=own.weak_type)
+            counts += [1] * (len(kind.shape) - len(counts))
+            pairs = zip(kind.shape, counts, strict=True)
+            return kind.update(shape=tuple(length // count for length, count in pairs))
 
-        whole = jax.tree.map(lambda x: kind(x, P()), params)
-        return whole, [kind(x, spec) for x, spec in zip(arrays, known.split, strict=True)]
+        pairs = zip(arrays, known.split, strict=True)
+        return jax.tree.map(type_of, params), [own(x, spec) for x, spec in pairs]
 
     def _recorded(
         self, told: StaticArguments, types: Any, error: BaseException | None
@@ -309,8 +313,6 @@ class AutoGrad:
                 f"raises {type(other).__name__}: {other}. If it constrains arrays, {REMEDY}"
             )
             raise error from other
-        if self.suspicious:
-            _check_closure(recorded.constants)
         return recorded
 
     def _warn_of_types(
@@ -383,26 +385,32 @@ def same_everywhere(
     return found
 
 
-def closed_over(loss_fn: Callable[..., Any]) -> list[Any]:
-    """The leaves in a function's closure, and in those of functions there; of partials, too."""
-    apart = Mapping, functools.partial  # a dict is no pytree unless its keys have an order
-    waiting: list[Any] = [loss_fn]
-    seen, found = set(), []
-    while waiting:
-        for x in jax.tree.leaves(waiting.pop(), is_leaf=lambda x: isinstance(x, apart)):
-            if isinstance(x, Mapping):
-                waiting += x.values()
-            elif isinstance(x, functools.partial):
-                waiting += [x.func, x.args, x.keywords]
-            elif (inspect.isfunction(x) or hasattr(x, "__wrapped__")) and id(x) not in seen:
-                seen.add(id(x))
-                own = inspect.unwrap(x)
-                cells = getattr(own, "__closure__", None) or ()
-                waiting += [cell.cell_contents for cell in cells]
-                waiting += [own] if isinstance(own, functools.partial) else []
-            else:
-                found.append(x)
-    return found
+class _Shards(NamedTuple):
+    """Warns of parameters that data axes shard, where no specs tell it while JAX traces."""
+
+    leaves: tuple[tuple[str, int], ...]
+    """The path and the bytes of every parameter."""
+    axes: tuple[str, ...]
+
+    def __call__(self, found: list[frozenset[str]]) -> None:
+        pairs = zip(self.leaves, found, strict=True)
+        shards = [leaf for leaf, own in pairs if own & {*self.axes}]
+        if not shards:
+            return
+        names = ", ".join(path for path, _ in shards[:4])
+        warn(
+            f"{len(shards)} parameters ({names}{', ...' * (len(shards) > 4)}) are sharded over the "
+            f"data axes {self.axes} outside of jax.jit, and no specs= tell it inside: every device "
+            f"gathers {sum(nbytes for _, nbytes in shards):,} bytes, and gets whole gradients. "
+            "Pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), or "
+            "specs=P() if that is meant",
+        )
+
+
+def type_of(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of an array, without its sharding."""
+    own = jax.typeof(x)
+    return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
 
 
 class _RefusedError(Exception):
@@ -433,14 +441,15 @@ def _run_recorded(recorded: Recorded, params: Any, arrays: list) -> tuple[Any, A
     return (value, aux), grads, weight
 
 
-def _check_closure(constants: Sequence[Any]) -> None:
-    """Refuses a loss that uses arrays of the program around it."""
+def check_closure(constants: Sequence[Any]) -> None:
+    """Refuses a loss that uses arrays of the program around it, which no argument replaces."""
     used = [x for x in constants if isinstance(x, Tracer)]
     found = [str(jax.typeof(x)) for x in used if jnp.ndim(x) or is_key(x)]
     if found:
         raise ValueError(
             f"the loss closes over {len(found)} arrays of the traced program around it "
-            f"({', '.join(found[:4])}), and every worker would use all of each. Pass them as "
+            f"({', '.join(found[:4])}) in a place that cannot be found, such as a function of "
+            "jax.jit or a global variable, and every worker would use all of each. Pass them as "
             "arguments: the leading axis of an argument is split over workers, and its entry P() "
             "in batch_specs leaves it whole. Keys become each worker's own then"
         )

@@ -9,8 +9,8 @@ from jax import Array
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
-from dynamiq_jax.core.constraints import reduced_from_nothing
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.jaxprs.constraints import reduced_from_nothing
 from dynamiq_jax.reduction.buckets import weigh
 from dynamiq_jax.tree.placement import misfit_of
 

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,27 @@ def is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def is_seed(x: Any) -> bool:
+    """Whether ``x`` is one PRNG key, also one without its type, as `jax.random.PRNGKey` makes it.
+
+    Every array of uint32 with as many words as a key counts as one.
+    """
+    if is_key(x):
+        return jnp.ndim(x) == 0
+    words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return (jnp.shape(x), jnp.result_type(x)) == (words.shape, words.dtype)
+
+
+class Told(NamedTuple):
+    """An array that the loss takes, and its spec."""
+
+    name: str
+    spec: P | None
+    """Its spec over the data axes, `None` where none is told."""
+    closed: bool = False
+    """Whether it is no argument: the loss closes over it."""
+
+
 def positional_names(loss_fn: Callable[..., Any], count: int) -> list[str] | None:
     """The parameter names of the first ``count`` positional arguments; `None` if not known.
 
@@ -57,7 +78,7 @@ def leaf_specs(
     kwargs: Mapping[str, Any],
     parameters: Sequence[int],
     axis: Axis,
-) -> list[tuple[str, P | None]]:
+) -> list[Told]:
     """The name of every leaf of the loss's arguments besides its parameters, and its spec.
 
     Leaves are those of ``(args, kwargs)`` without the arguments at the positions ``parameters``.
@@ -82,7 +103,7 @@ def leaf_specs(
     own = [(shown[i], args[i]) for i in places]
     own += [(name, kwargs[name]) for name in sorted(kwargs)]  # the order of a dict's leaves
     untold = P(axis.name, axis.name)  # stands for None: an axis twice is a spec of nothing
-    found: list[tuple[str, P | None]] = []
+    found: list[Told] = []
     for (name, value), spec in zip(own, told, strict=True):
         try:
             flat = flat_specs(spec, value, axis.names, untold=untold)
@@ -90,7 +111,7 @@ def leaf_specs(
             raise ValueError(f"batch_specs of the loss's argument {name!r}: {error}") from None
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
         found += [
-            (name + jax.tree_util.keystr(path), None if s == untold else s)
+            Told(name + jax.tree_util.keystr(path), None if s == untold else s)
             for path, s in zip(paths, flat, strict=True)
         ]
     return found
@@ -152,27 +173,41 @@ def _by_order(
 
 
 def placed_batch(
-    data: Any, told: Sequence[tuple[str, P | None]], mesh: Mesh | AbstractMesh, axis: Axis
+    data: Any, told: Sequence[Told], mesh: Mesh | AbstractMesh, axis: Axis
 ) -> tuple[tuple[P, ...], tuple[bool, ...]]:
     """Each array's spec over the data axes, and whether it is a key that workers fold.
 
-    ``told`` has the name and the spec of every leaf of ``data`` (`leaf_specs`). Where no spec is
-    told, arrays that are whole on every device are whole if the sharding of others shows that
-    these are split; all others are split along their leading axis.
+    ``told`` is of every leaf of ``data``. Where no spec is told, arguments that are whole on every
+    device are whole if the sharding of others shows that these are split; all other arguments are
+    split along their leading axis. Arrays that the loss closes over are split if they have as many
+    rows as these.
     """
-    counting = {*axes_above_one(axis.names, mesh.shape)}
     arrays = [
-        (name, x, spec)
-        for (name, spec), x in zip(told, jax.tree.leaves(data), strict=True)
+        (own, x)
+        for own, x in zip(told, jax.tree.leaves(data), strict=True)
         if isinstance(x, ARRAYS)
     ]
-    places = [placement_of(x, mesh) for _, x, _ in arrays]
+    arguments = _placed_arguments([row for row in arrays if not row[0].closed], mesh, axis)
+    pairs = zip([x for own, x in arrays if not own.closed], arguments, strict=True)
+    rows = {jnp.shape(x)[0] for x, spec in pairs if {*names_of((*spec, None)[0])} & {*axis.names}}
+    closed = _placed_closed([row for row in arrays if row[0].closed], rows, mesh, axis)
+    specs = iter(arguments), iter(closed)
+    folded = tuple(own.spec is None and is_seed(x) for own, x in arrays)
+    return tuple(next(specs[own.closed]) for own, _ in arrays), folded
+
+
+def _placed_arguments(
+    arrays: list[tuple[Told, Any]], mesh: Mesh | AbstractMesh, axis: Axis
+) -> list[P]:
+    """The spec of every argument; warns of arguments that may be no examples."""
+    counting = {*axes_above_one(axis.names, mesh.shape)}
+    places = [placement_of(x, mesh) for _, x in arrays]
     split_over = [frozenset() if p is None else axes_of(p) & counting for p in places]
-    untold = [spec is None and bool(jnp.shape(x)) for _, x, spec in arrays]
+    untold = [own.spec is None and bool(jnp.shape(x)) and not is_seed(x) for own, x in arrays]
     known = zip(arrays, untold, split_over, strict=True)
-    batch = [jnp.shape(x)[0] for (_, x, _), is_untold, over in known if is_untold and over]
-    specs, folded, gathered, lengths = [], [], [], {}
-    for (name, x, spec), place, over, is_untold in zip(
+    batch = [jnp.shape(x)[0] for (_, x), is_untold, over in known if is_untold and over]
+    specs, gathered, lengths = [], [], {}
+    for ((name, spec, _), x), place, over, is_untold in zip(
         arrays, places, split_over, untold, strict=True
     ):
         shape = jnp.shape(x)
@@ -184,8 +219,7 @@ def placed_batch(
             else:
                 _warn_of_place(name, place, counting, axis)
                 lengths.setdefault(shape[0], shape)
-        folded.append(is_key(x) and spec is None)
-        own = spec if spec is not None else P(axis.name) if shape else P()
+        own = spec if spec is not None else P(axis.name) if is_untold else P()
         _check_divides(name, shape, own, mesh, axis)
         if over and not axes_of(own) and not is_key(x):
             gathered.append(x)
@@ -203,17 +237,48 @@ def placed_batch(
         "layer, or dq.all_gather(compression=dq.DynamiQ(bits=8)) where the mesh has no other axes",
         what="arguments of the loss",
     )
-    return tuple(specs), tuple(folded)
+    return specs
+
+
+def _placed_closed(
+    arrays: list[tuple[Told, Any]], rows: set[int], mesh: Mesh | AbstractMesh, axis: Axis
+) -> list[P]:
+    """The spec of every array that the loss closes over; warns where none is told."""
+    untold = {
+        own.name: jnp.shape(x)
+        for own, x in arrays
+        if own.spec is None and jnp.shape(x) and not is_seed(x)
+    }
+    rows = rows or {shape[0] for shape in untold.values()}
+    if untold and len(rows) > 1:
+        raise ValueError(
+            f"the loss closes over arrays of {sorted(rows)} rows, {list(untold.items())[:6]}: pass "
+            f"closed_specs=, a dict by the names of variables: P({axis.name!r}) for those whose "
+            "rows are examples, and P() for what every worker needs whole"
+        )
+    specs = []
+    for (name, spec, _), x in arrays:
+        shape = jnp.shape(x)
+        if name in untold and spec is None:
+            _check_untold(name, x, axis)
+            spec = P(axis.name) if shape[0] in rows else P()
+        own = P() if spec is None else spec
+        _check_divides(name, shape, own, mesh, axis)
+        specs.append(own)
+    split = [name for (name, spec, _), _ in arrays if name in untold]
+    if untold:
+        found = {own.name: spec for (own, _), spec in zip(arrays, specs, strict=True)}
+        warn(
+            "the loss closes over arrays of the program around it: "
+            f"{ {name: found[name] for name in split[:6]} } is how they are split over workers. "
+            "Pass value_and_grad(closed_specs=...) with these specs by the names of variables, or "
+            "one for all, or pass the arrays as arguments",
+        )
+    return specs
 
 
 def _check_untold(name: str, x: Any, axis: Axis) -> None:
-    """Refuses PRNG keys that would be split over workers."""
-    if x.dtype == jnp.uint32 and jnp.shape(x) == (2,):
-        raise ValueError(
-            f"the loss's argument {name!r} is uint32[2]: a PRNG key without its type, which "
-            "would be split over workers. Pass jax.random.wrap_key_data(key), and the loss "
-            "may unwrap it by jax.random.key_data; or say P() or a spec in batch_specs"
-        )
+    """Refuses arrays of PRNG keys that would be split over workers."""
     if is_key(x):
         raise ValueError(
             f"the loss's argument {name!r} is an array of PRNG keys, {jax.typeof(x)}: pass "

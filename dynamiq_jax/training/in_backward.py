@@ -16,6 +16,7 @@ from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
+from dynamiq_jax.training.explicit_shards import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
@@ -123,8 +124,6 @@ def reduce_in_backward(
                 f"{name}={given} are for maps: outside of them, on Explicit axes, types say how "
                 "parameters are sharded; leave it out"
             )
-        from dynamiq_jax.experimental.explicit_mesh.explicit_shards import gather_outside
-
         return gather_outside(total, params, key=key)
     reducer = Reducer(total, params, "reduce_in_backward", specs=specs, copies=copies)
     check_key(key, axis)

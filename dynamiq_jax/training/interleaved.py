@@ -10,8 +10,8 @@ from jax import Array, lax
 
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.seeds import fold_seeds
+from dynamiq_jax.jaxprs.phases import Progress, Slot, Traced, cut, seeds_of
 from dynamiq_jax.training.in_backward import Reducer
-from dynamiq_jax.training.phases import Progress, Slot, Traced, cut, seeds_of
 
 LATE = 4
 """The most reductions whose last kernels wait for the end of the backward pass.

@@ -1,6 +1,6 @@
 """A pipeline of functions whose gradients are reduced while the backward pass goes on.
 
-A reduction has several rounds of collectives (`training.phases`). There are barriers between
+A reduction has several rounds of collectives (`jaxprs.phases`). There are barriers between
 the backward passes of two functions. Payloads that have arrived wait for the earlier backward pass;
 the later backward pass waits for the kernels that compute the next payloads. So each round of a
 reduction overlaps with the backward pass of one function, and reductions of several functions run
@@ -35,12 +35,12 @@ from dynamiq_jax.compression.compression import ByPath, Compression, as_compress
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
+from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import Pipeline, Seeds, Traces, announce, arrive, send
-from dynamiq_jax.training.phases import Progress
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""

@@ -21,8 +21,10 @@ from dynamiq_jax.core.meshes import check_set_mesh, is_explicit, mesh_of, set_ar
 from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, closed_over
-from dynamiq_jax.training.batches import ARRAYS, leaf_specs
+from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments
+from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
+from dynamiq_jax.training.explicit_axes import ExplicitGrad
+from dynamiq_jax.training.lifting import Losses, lifted
 from dynamiq_jax.training.wanted import Wanted, apart, together
 from dynamiq_jax.tree.placement import check_nodes
 
@@ -41,6 +43,7 @@ def value_and_grad(
     gather: bool = True,
     specs: Any = None,
     batch_specs: Any = None,
+    closed_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
     allow_int: bool = False,
@@ -74,8 +77,13 @@ def value_and_grad(
     made the loss the same on all workers, it counts as the loss of all examples. Statistics of a
     batch, as in a BatchNorm, are those of the worker's examples, unless the layer averages them
     over the axis. Data axes are removed from the loss's sharding constraints. Every worker folds
-    its index into the PRNG keys among the arguments. Arrays that the loss closes over are whole on
-    every worker; a warning appears if no argument is split.
+    its index into the PRNG keys that the loss takes; an array of uint32 with as many words as a key
+    is one.
+
+    Arrays of the traced program that the loss closes over count as arguments (``closed_specs``).
+    Objects, dicts and lists there, such as generators of keys, end up as plain JAX leaves them.
+    Constants that the loss closes over are whole on every worker; a warning appears if nothing is
+    split.
 
     Every device reduces its own shards of the gradient, only over the data axes. Gradients of
     parameters that are sharded over a data axis (FSDP) are scattered over it, compressed, and
@@ -128,6 +136,11 @@ def value_and_grad(
         weights that are sharded over the data axes are gathered before the loss if their spec is
         P(). With their own spec every worker holds its shards. In the layers, `jax.lax.all_gather`
         gathers these exactly, and `all_gather` at 8 bits if the mesh has no other axes.
+      closed_specs: how arrays of the traced program that the loss closes over are split over Auto
+        data axes: a dict of PartitionSpecs, or of trees of them, by the names of variables; or one
+        spec for all but scalars and keys. Without a spec, arrays with as many rows as the examples
+        among the arguments are split along their leading axis, and others are whole, with a
+        warning. If no argument is split, all of these arrays must have the same number of rows.
       weight: a function of the arguments of ``loss_fn``, for Auto axes. It returns the weight of
         this worker's examples, such as the number of their tokens. Loss, gradients and means of aux
         are then weighted, see `reduce`.
@@ -158,8 +171,9 @@ def value_and_grad(
         no mesh, or it has axes of both types; ``axis_name`` is not in the mesh, or is mapped around
         the call; no argument is sharded over it (Explicit axes); a batch axis is not a multiple of
         its size; ``specs`` are missing or do not fit; a leaf of aux has no word; the loss closes
-        over traced arrays (Auto axes); a constant has no hash; or a derivative is taken outside of
-        `jax.jit` and no mesh is set (Explicit axes).
+        over traced arrays of several numbers of rows, or where they cannot be exchanged, or changes
+        what it closes over to values of examples (Auto axes); a constant has no hash; or a
+        derivative is taken outside of `jax.jit` and no mesh is set (Explicit axes).
       TypeError: the loss is not a floating-point scalar, or a parameter is neither floating-point
         nor, with ``allow_int``, of integers.
       NotImplementedError: a state, metrics or ``reduce=False`` are used and parameters are sharded
@@ -168,7 +182,7 @@ def value_and_grad(
     total = Reduction(check_axis(axis_name), as_compression(compression, method=method), op)
     kept = argnums if isinstance(argnums, int) else tuple(argnums)
     wanted = Wanted(total, kept, has_aux, metrics, reduce, gather, allow_int)
-    return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight))
+    return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight, closed_specs))
 
 
 class ForAuto(NamedTuple):
@@ -180,6 +194,7 @@ class ForAuto(NamedTuple):
     not with `Wanted.allow_int`, where integers of the parameters follow."""
     aux: Any
     weight: Callable[..., Any] | None
+    closed_specs: Any = None
 
 
 def gradients(
@@ -198,8 +213,10 @@ def gradients(
         _check_mesh(abstract, wanted, for_auto)
         if is_explicit(abstract):
             return _on_explicit_axes(loss_fn, wanted, mesh)
-        bound = _on_auto_axes(loss_fn, wanted, mesh, for_auto)
-        alone = not bound.others
+        grad = _on_auto_axes(loss_fn, wanted, mesh, for_auto)
+        losses = Losses(loss_fn, for_auto.weight, wanted.joined)
+        bound = functools.partial(lifted, grad, losses, for_auto.closed_specs)
+        alone = not grad.others
         return lambda *args, **rest: (set_around(mesh, alone=alone), bound(*args, **rest))
 
     def reduced(*args, key=None, state=None, **kwargs):
@@ -225,8 +242,6 @@ def _on_explicit_axes(
     loss_fn: Callable[..., Any], wanted: Wanted, mesh: Mesh | AbstractMesh
 ) -> Callable[..., tuple[Any, Callable[[], Any]]]:
     """A function of parameters and data: the context of the derivative, and what runs in it."""
-    from dynamiq_jax.experimental.explicit_mesh.explicit_axes import ExplicitGrad
-
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     grad = ExplicitGrad(abstract, wanted)
     run = grad.without_unit_axes if 1 in abstract.axis_sizes else grad
@@ -247,13 +262,12 @@ def _on_auto_axes(
         batch_specs=specs_of,
         aux=for_auto.aux,
         weight=None if weight is None else wanted.joined(weight),
-        suspicious=any(isinstance(x, Tracer) for x in closed_over(loss_fn)),
     )
 
 
 def _specs_of(
     loss_fn: Callable[..., Any], wanted: Wanted, batch_specs: Any, data: Any
-) -> list[tuple[str, P | None]]:
+) -> list[Told]:
     """The name and the spec of every leaf of data, as `Wanted.joined` takes it."""
     argnums, positions = wanted.argnums, wanted.positions
     places = None if isinstance(argnums, int) else (None,) * len(argnums)
@@ -261,7 +275,8 @@ def _specs_of(
     numbers = positions.among(len(args))
     found = leaf_specs(batch_specs, loss_fn, args, kwargs, numbers, wanted.total.axis)
     integers = jax.tree_util.tree_leaves_with_path(data[2:])
-    return found + [("parameter" + jax.tree_util.keystr(path[1:]), P()) for path, _ in integers]
+    names = ["parameter" + jax.tree_util.keystr(path[1:]) for path, _ in integers]
+    return found + [Told(name, P()) for name in names]
 
 
 def _compare_batches(
@@ -273,7 +288,7 @@ def _compare_batches(
         return
 
     def shapes() -> dict[str, tuple[int, ...]]:
-        names = (name for name, _ in _specs_of(loss_fn, wanted, None, data))
+        names = (own.name for own in _specs_of(loss_fn, wanted, None, data))
         leaves = zip(names, jax.tree.leaves(data), strict=True)
         return {name: jnp.shape(x) for name, x in leaves if isinstance(x, ARRAYS)}
 

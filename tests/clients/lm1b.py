@@ -17,14 +17,14 @@ IMPORT = Change("from jax import random\n", "from jax import random\nimport dyna
 
 
 def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
-    """The patch for Auto axes; the loss takes its batch and a typed key as arguments."""
+    """The patch for Auto axes; the loss takes its batch and a key as arguments."""
     signature = "  def loss_fn(params, inputs, weights, dropout_rng):"
     old = """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
   (_, logits), grads = grad_fn(state.params)
 """
     new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', compression=METHOD,
       {options}, weight=lambda params, x, weights, key: weights.sum())
-  (_, logits), grads = grad_fn(state.params, inputs, weights, random.wrap_key_data(dropout_rng))
+  (_, logits), grads = grad_fn(state.params, inputs, weights, dropout_rng)
 """
     return (IMPORT, Change("  def loss_fn(params):", signature), Change(old, new), *more)
 

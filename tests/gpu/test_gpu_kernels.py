@@ -110,7 +110,7 @@ def test_mx_kernels_give_the_bits_of_xla(name, finite):
 
 @pytest.mark.parametrize("size", daily([2**20, 2**24 + 128], [2**20]))
 def test_mx_kernels_of_many_programs_give_the_bits_of_xla(size):
-    method = dq.comparators.MXFP8()
+    method = dq.contrib.MXFP8()
     x = mx_gradients(size, finite=True)
     expected, actual = (mx_results(method, x, jnp.bfloat16, of) for of in ("jnp", "triton"))
     assert_same_mx(actual, expected, finite=True)

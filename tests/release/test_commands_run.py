@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from test_commands_in_docs import OTHERS, PAGES, ROOT, at_its_commit, found_in
 
-from dynamiq_jax.commands.model_tree import save_model_tree
+from dynamiq_jax.plan.model_tree import save_model_tree
 
 RUN = {
     "dynamiq-jax explain model.json": "wire",

@@ -24,17 +24,16 @@ from workers import auto_mesh, gradient, loss_fn, mesh_of, problem, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.comparators import hadamard, lanes, mx, sidco, thc
-from dynamiq_jax.comparators.local_error import LocalError
-from dynamiq_jax.comparators.powersgd import orthonormal
 from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.contrib import hadamard, lanes, liec, mx, sidco, thc
+from dynamiq_jax.contrib.local_error import LocalError
+from dynamiq_jax.contrib.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
-from dynamiq_jax.optax import liec
 from dynamiq_jax.topologies.base import gradients_in
 
 KEY = jax.random.key(1)
-of = dq.comparators
+of = dq.contrib
 THC = functools.partial(of.THC, piece_size=1024)
 MinMax, QSGD = of.MinMax, of.GlobalQSGD
 EXACT = functools.partial(of.PowerSGD, wire="f32")

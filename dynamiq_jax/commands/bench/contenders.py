@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import dynamiq_jax as dq
-from dynamiq_jax.comparators.native import MatrixMethod, NativeMethod
+from dynamiq_jax.contrib.native import MatrixMethod, NativeMethod
 from dynamiq_jax.core.xla import known
 
 
@@ -42,10 +42,10 @@ def remembered(
 
 def over_lossy_links(
     method: Callable[..., Any] = dq.DynamiQ, bits: float | None = None
-) -> dq.comparators.PacketLoss:
+) -> dq.contrib.PacketLoss:
     """The method, by default DynamiQ, where a tenth of the packets of gradients is lost."""
     options = {} if bits is None else {"bits": bits}
-    return dq.comparators.PacketLoss(method(**options), rate=0.1)
+    return dq.contrib.PacketLoss(method(**options), rate=0.1)
 
 
 PAPER = {
@@ -73,27 +73,27 @@ _NAMED: Mapping[str, Callable[..., Any]] = {
     "dynamiq-paper": partial(dq.DynamiQ, **PAPER),
     "bf16": dq.BF16,
     "f32": dq.F32,
-    "mxfp8": dq.comparators.MXFP8,
-    "mxfp6": dq.comparators.MXFP6,
-    "mxfp4": dq.comparators.MXFP4,
-    "minmax": partial(_whole_bits, dq.comparators.MinMax),
-    "flash": partial(_whole_bits, dq.comparators.MinMax, rounding="nearest"),
-    "qsgd": partial(_whole_bits, dq.comparators.GlobalQSGD),
-    "thc": partial(_whole_bits, dq.comparators.THC),
-    "omnireduce": partial(by_density, dq.comparators.OmniReduce, bits=8, spare=16 / 256),
+    "mxfp8": dq.contrib.MXFP8,
+    "mxfp6": dq.contrib.MXFP6,
+    "mxfp4": dq.contrib.MXFP4,
+    "minmax": partial(_whole_bits, dq.contrib.MinMax),
+    "flash": partial(_whole_bits, dq.contrib.MinMax, rounding="nearest"),
+    "qsgd": partial(_whole_bits, dq.contrib.GlobalQSGD),
+    "thc": partial(_whole_bits, dq.contrib.THC),
+    "omnireduce": partial(by_density, dq.contrib.OmniReduce, bits=8, spare=16 / 256),
     "topk-chunked": partial(
-        by_density, dq.comparators.OmniReduce, bits=4, spare=16 / 64, block_size=64
+        by_density, dq.contrib.OmniReduce, bits=4, spare=16 / 64, block_size=64
     ),
     "dynamiq-ef14": partial(remembered, "ef14"),
     "dynamiq-ef21": partial(remembered, "ef21"),
     "dynamiq-ef21m": partial(remembered, "ef21m"),
     "dynamiq-econtrol": partial(remembered, "econtrol"),
-    "marsit": dq.comparators.Marsit,
-    "perm-k": dq.comparators.PermK,
-    "clt-k": partial(by_density, dq.comparators.CLTK, bits=4, each=24),
-    "sidco": partial(by_density, dq.comparators.SIDCo, bits=4, spare=16 / 64, block_size=64),
-    "powersgd": dq.comparators.PowerSGD,
-    "arc-top-k": partial(by_density, dq.comparators.ARCTopK, bits=3.2),
+    "marsit": dq.contrib.Marsit,
+    "perm-k": dq.contrib.PermK,
+    "clt-k": partial(by_density, dq.contrib.CLTK, bits=4, each=24),
+    "sidco": partial(by_density, dq.contrib.SIDCo, bits=4, spare=16 / 64, block_size=64),
+    "powersgd": dq.contrib.PowerSGD,
+    "arc-top-k": partial(by_density, dq.contrib.ARCTopK, bits=3.2),
     "packet-loss": over_lossy_links,
     "f32-packet-loss": lambda: over_lossy_links(dq.F32),
 }
@@ -110,7 +110,7 @@ def named(comparators: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[.
     return {**_NAMED, **others}
 
 
-METHODS = named(dq.comparators.METHODS)
+METHODS = named(dq.contrib.METHODS)
 """Methods by the name the command line knows. What is asked for runs, also at sizes that the method
 would otherwise leave to native psum. "dynamiq-planned" has a plan over links of any kind,
 "dynamiq-even" over none. "flash" is Flash Communication's min-max quantisation. Methods with memory

@@ -1,0 +1,581 @@
+"""Copies of a training's state in the memory of its hosts, from which it starts again.
+
+Every host keeps what its own devices hold, and the shards of the host before it. So the state is
+whole as long as no two hosts in a row are lost. `dynamiq-jax run` has the memory: it outlives the
+process that trains.
+"""
+
+import functools
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dynamiq_jax.hosts.slots import Kept, Slots
+from dynamiq_jax.tree.leaves import name_of, shown
+
+Tree = TypeVar("Tree")
+Placed = Array | jax.ShapeDtypeStruct
+Block = tuple[int, tuple[tuple[int, int], ...]]
+"""A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
+
+Piece = tuple[Block, int, np.ndarray]
+"""Bytes of a block, uint8[n], and which of them is the first one."""
+
+PIECE = 2**28
+"""Bytes that a device holds at most while hosts send each other a copy."""
+ROUND = 2**25
+"""Bytes that all hosts together send at a time while they restore one, and read from slots."""
+FIELDS = 7
+"""How many numbers tell of one slot."""
+
+
+class Copy(NamedTuple, Generic[Tree]):
+    """A copy that `Copies.restore` has found."""
+
+    step: int
+    """The step that the copy was saved with."""
+    state: Tree
+    """The state. A leaf of another shape than now is an array of numpy, with its whole shape."""
+    note: Any
+    """The note that the copy was saved with."""
+
+
+class Told(NamedTuple):
+    """A host's report about one of its slots. Of two copies the greater one was saved later."""
+
+    session: int = 0
+    """The start whose processes wrote it, as `session_after` numbers it."""
+    number: int = 0
+    """How many copies these processes had saved, this one included; 0 in copies of version 0.4."""
+    step: int = 0
+    processes: int = 0
+    """How many there were; 0: the slot has no copy."""
+    process: int = 0
+    """Which of them wrote it."""
+    whole: bool = False
+    """Whether it has all of the state, and not only two hosts' shards of it."""
+
+    @property
+    def copy(self) -> "Told":
+        """The fields that all hosts tell alike of a copy."""
+        return self._replace(process=0, whole=False)
+
+
+class Sent(NamedTuple):
+    """A part of a block that one host sends."""
+
+    host: int
+    """The sender; -1: each host reads it from its own slot."""
+    block: Block
+    start: int
+    stop: int
+
+
+class Copies:
+    """Copies of a training's state in the memory of its hosts.
+
+    All processes of a run call its methods alike, as they call a collective::
+
+        copies = Copies()
+        if (copy := copies.restore(state)) is not None:
+            state = dq.optax.restore_state(copy.state, state)
+        ...
+        copies.save(step, state)  # after a step, before its arrays are donated
+
+    Without `dynamiq-jax run`, and on other systems than Linux, `save` keeps nothing and `restore`
+    returns `None`.
+
+    A host's memory takes twice (two copies) what its devices hold of the state, without
+    repetitions, and once more the shards of another host. Besides what is restored, `restore`
+    needs the memory of the largest whole leaf, and about 100 MB, for as long as it runs.
+    """
+
+    def __init__(self) -> None:
+        self._slots = Slots.inherited()
+        self._session: int | None = None
+        self._number = 0  # how many copies have been saved
+
+    def save(self, step: int, state: Any, note: Any = None) -> int:
+        """Keeps a copy of the state, in place of the one before the last.
+
+        Shards travel one host onwards by `jax.lax.ppermute`. Leaves that every host has do not
+        travel. Between two calls the processes exchange something, as every training step does: the
+        second call then writes only when all have ended the first.
+
+        Args:
+          step: how many steps the state has behind it, from 0 to 2^32 - 1.
+          state: a tree of arrays of any shape and dtype, keys of `jax.random` among them. Arrays of
+            several processes have a `jax.sharding.NamedSharding`; all others are the same in all
+            processes.
+          note: anything of JSON's types, the same in all processes.
+
+        Returns:
+          The bytes of this host's copy; 0 where nothing is kept.
+
+        Raises:
+          ValueError: the step is no number of 32 bits; an array of several processes has another
+            sharding; or a mesh has more devices of one process than of another.
+        """
+        if not 0 <= step < 2**32:
+            raise ValueError(f"step={step}: give a number from 0 to {2**32 - 1}")
+        if self._slots is None:
+            return 0
+        if self._session is None:
+            self._meet()
+        assert self._session is not None
+        self._number += 1
+        paths, _ = jax.tree.flatten_with_path(_plain(state))
+        leaves = [leaf for _, leaf in paths]
+        impls = [str(jax.random.key_impl(leaf)) if _is_key(leaf) else None
+                 for leaf in jax.tree.leaves(state)]  # fmt: skip
+        for path, leaf in paths:
+            _check(path, leaf)
+        me, n = jax.process_index(), jax.process_count()
+        before = (me - 1) % n
+        moving = [number for number, leaf in enumerate(leaves) if _travels(leaf)]
+        blocks: dict[Block, np.ndarray] = {}
+        for number, leaf in enumerate(leaves):
+            blocks |= _blocks(number, leaf, me)
+        for number, arrived in _pass_on({i: leaves[i] for i in moving}):
+            blocks |= _blocks(number, arrived, me, leaves[number], before)
+        header = {
+            "step": step, "session": divmod(self._session, 2**32), "number": self._number,
+            "processes": n, "process": me, "whole": not moving, "note": note,
+            "leaves": [[name_of(path), np.shape(leaf), np.dtype(leaf.dtype).name, impl]
+                       for (path, leaf), impl in zip(paths, impls, strict=True)],
+            "blocks": [[*block, data.size] for block, data in blocks.items()],
+        }  # fmt: skip
+        self._slots.write(header, blocks.values())
+        return sum(data.size for data in blocks.values())
+
+    def restore(self, state: Tree) -> Copy[Tree] | None:
+        """Returns the copy that was saved last, of those that all hosts together have whole.
+
+        A training may go back to an older step: what it saves from then on counts, and copies with
+        higher steps from before no longer do.
+
+        The copy may be of another number of hosts. A leaf whose shape depends on that number comes
+        back with the old shape; `dynamiq_jax.optax.restore_state` then starts what each worker had
+        of its own anew.
+
+        Args:
+          state: a tree with the structure, shapes, dtypes and shardings that are wanted: of arrays,
+            or of `jax.ShapeDtypeStruct`s, which take no memory.
+
+        Returns:
+          The copy; `None` if no copy is whole.
+
+        Raises:
+          ValueError: the copy was made of a tree with other leaves.
+        """
+        if self._slots is None:
+            return None
+        best, mine, lacking = self._meet()
+        if best is None:
+            return None
+        headers = _headers(mine) if lacking else [mine.header if mine else None]
+        header = next(header for header in headers if header)
+        pieces = _pieces([_sizes(header) for header in headers], self._reader(mine))
+        return Copy(header["step"], _restored(header, pieces, state), header["note"])
+
+    def _meet(self) -> tuple[Told | None, Kept | None, bool]:
+        """Begins a session: all copies from now on are later than those of which hosts tell.
+
+        Returns:
+          The copy that counts, if there is one; what this host has of it, over which the next copy
+          does not go; and whether some host lacks a part.
+        """
+        assert self._slots is not None
+        kept = self._slots.kept()
+        words = [*_words(kept[:1]), *_words(kept[1:]), *divmod(time.time_ns(), 2**32)]
+        rows = _exchange(np.array(words, np.uint32)).tolist()
+        told = [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
+        self._session = session_after(told, [high * 2**32 + low for *_, high, low in rows])
+        best = newest(told)
+        mine = next((k for k in kept if _told(_words([k])).copy == best), None)
+        if mine:
+            self._slots.keep(mine)
+        return best, mine, best is not None and _lacking(told, best)
+
+    def _reader(self, mine: Kept | None) -> Callable[[Block, int, int], np.ndarray]:
+        """A function that reads bytes ``start`` to ``stop`` of a block from this host's slot."""
+        places, end = {}, 0
+        for block, size in _sizes(mine and mine.header).items():
+            places[block], end = end, end + size
+
+        def read(block: Block, start: int, stop: int) -> np.ndarray:
+            if start == stop:
+                return np.empty(0, np.uint8)
+            assert self._slots is not None
+            assert mine is not None
+            return self._slots.read(mine, places[block] + start, stop - start)
+
+        return read
+
+
+def session_after(told: Sequence[Sequence[Told]], clocks: Sequence[int]) -> int:
+    """Returns a session later than all of which hosts have a copy, whatever their clocks say.
+
+    Args:
+      told: what each host tells of its slots.
+      clocks: each host's time in nanoseconds; they may differ, and go back.
+    """
+    return max(*clocks, *(slot.session + 1 for host in told for slot in host))
+
+
+def newest(told: Sequence[Sequence[Told]]) -> Told | None:
+    """Returns the last copy of which hosts have every process's shards; `None` without one.
+
+    A host's copy has the shards of the process that wrote it, and of the one before that. Copies
+    are in the order in which the run saved them: by session, and within a session by number. Their
+    steps say nothing, since a training may go back. Shards of different copies do not make up one,
+    even if their steps are the same.
+
+    Args:
+      told: what each host tells of its slots.
+    """
+    owners: dict[Told, set[int]] = {}
+    for slot in (slot for host in told for slot in host if slot.processes):
+        held = range(slot.processes) if slot.whole else (slot.process, slot.process - 1)
+        owners.setdefault(slot.copy, set()).update(p % slot.processes for p in held)
+    complete = [copy for copy, held in owners.items() if len(held) == copy.processes]
+    return max(complete, default=None)
+
+
+def _lacking(told: Sequence[Sequence[Told]], best: Told) -> bool:
+    """Whether a host lacks a part of a copy."""
+    return not all(any(slot.copy == best and slot.whole for slot in host) for host in told)
+
+
+def _words(kept: Sequence[Kept]) -> list[int]:
+    """A `Told` in numbers, of a slot that has a copy or of none."""
+    if not kept:
+        return [0] * FIELDS
+    header = kept[0].header
+    names = "step", "processes", "process", "whole"
+    return [*header["session"], header.get("number", 0), *(int(header[name]) for name in names)]
+
+
+def _told(words: Sequence[int]) -> Told:
+    high, low, number, step, processes, process, whole = words
+    return Told(high * 2**32 + low, number, step, processes, process, bool(whole))
+
+
+# --- Leaves and their blocks ----------------------------------------------------------------------
+
+
+def _plain(tree: Any) -> Any:
+    """The tree with the numbers of its keys in place of these."""
+    return jax.tree.map(lambda x: jax.random.key_data(x) if _is_key(x) else _array(x), tree)
+
+
+def _is_key(x: Any) -> bool:
+    return isinstance(x, Placed) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _array(x: Any) -> Any:
+    return x if isinstance(x, Array) else np.asarray(x)
+
+
+def _spans(leaf: Any) -> bool:
+    """Whether a leaf lies on devices of several processes."""
+    return isinstance(leaf, Array) and not leaf.is_fully_addressable
+
+
+def _check(path: tuple, leaf: Any) -> None:
+    name = shown(name_of(path)) or "the state"
+    if _spans(leaf) and not isinstance(leaf.sharding, NamedSharding):
+        raise ValueError(
+            f"{name} has a {type(leaf.sharding).__name__}; place it with a NamedSharding, "
+            "by out_shardings= of jax.jit"
+        )
+    try:
+        found = np.dtype(leaf.dtype.name)
+    except TypeError:
+        found = None
+    if found != leaf.dtype or leaf.dtype.hasobject:
+        raise ValueError(
+            f"{name} has dtype {leaf.dtype}, and copies keep numbers alone, in this machine's "
+            "order of bytes; convert it by jax.numpy.asarray, or pass it as note="
+        )
+
+
+def _held(leaf: Any) -> dict[int, dict[Any, tuple[tuple[int, int], ...]]]:
+    """{process: {device: the part of the leaf that it holds}}."""
+    found: dict[int, dict[Any, tuple[tuple[int, int], ...]]] = {}
+    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
+        part = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+        found.setdefault(device.process_index, {})[device] = part
+    return found
+
+
+def _travels(leaf: Any) -> bool:
+    """Whether some process does not hold every part of a leaf."""
+    if not _spans(leaf):
+        return False
+    held = [set(parts.values()) for parts in _held(leaf).values()]
+    return len(held) < jax.process_count() or any(parts != held[0] for parts in held)
+
+
+def _blocks(
+    number: int, leaf: Any, me: int, sender: Any = None, owner: int | None = None
+) -> dict[Block, np.ndarray]:
+    """{block: its bytes} of what this process holds of a leaf.
+
+    Args:
+      number: the number of the leaf.
+      leaf: on this process's devices.
+      me: this process.
+      sender: the leaf where it came from, if it has travelled.
+      owner: the process that it came from.
+    """
+    if not _spans(leaf):
+        data = np.asarray(leaf)
+        return {(number, tuple((0, n) for n in data.shape)): _as_bytes(data)}
+    held = _held(leaf)
+    parts = held.get(me, {})
+    if sender is not None:
+        assert owner is not None
+        parts = dict(zip(parts, _held(sender)[owner].values(), strict=True))
+    data = {shard.device: shard.data for shard in leaf.addressable_shards}
+    first = {part: device for device, part in reversed(parts.items())}
+    return {(number, part): _as_bytes(np.asarray(data[d])) for part, d in first.items()}
+
+
+def _as_bytes(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+
+
+def _pass_on(leaves: dict[int, Any]) -> Iterator[tuple[int, Any]]:
+    """(number, leaf) with the shards of the host before; each host's go to the next one.
+
+    A device holds at most `PIECE` bytes of what arrives at a time, or one leaf, and twice as much
+    while they travel.
+    """
+    groups: list[list[int]] = []
+    sizes: list[int] = []
+    for number, leaf in leaves.items():
+        size = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        alike = groups and leaf.sharding.mesh == leaves[groups[-1][0]].sharding.mesh
+        if alike and sizes[-1] + size <= PIECE:
+            groups[-1].append(number)
+            sizes[-1] += size
+        else:
+            groups.append([number])
+            sizes.append(size)
+    for numbers in groups:
+        shardings = [leaves[number].sharding for number in numbers]
+        program = _program(shardings[0].mesh, tuple(own.spec for own in shardings))
+        yield from zip(numbers, program([leaves[number] for number in numbers]), strict=True)
+
+
+@functools.lru_cache(maxsize=256)  # one for each group of a state's leaves
+def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
+    """The compiled program of `_pass_on`, with one transfer for all leaves of a dtype."""
+    rows: dict[int, list[int]] = {}
+    for place, device in enumerate(mesh.devices.flat):
+        rows.setdefault(device.process_index, []).append(place)
+    sizes = {process: len(places) for process, places in rows.items()}
+    n = jax.process_count()
+    if sorted(sizes) != list(range(n)) or len({*sizes.values()}) > 1:
+        raise ValueError(
+            f"devices of the mesh by process: {sizes}, of {n} processes; give a mesh with equally "
+            "many devices of each"
+        )
+    pairs = [pair for p in range(n) for pair in zip(rows[p], rows[(p + 1) % n], strict=True)]
+
+    def onwards(leaves: list[Array]) -> list[Array]:
+        moved = list(leaves)
+        for dtype in dict.fromkeys(leaf.dtype for leaf in leaves):
+            numbers = [number for number, leaf in enumerate(leaves) if leaf.dtype == dtype]
+            flat = jnp.concatenate([leaves[number].reshape(-1) for number in numbers])
+            flat = lax.ppermute(flat, mesh.axis_names, pairs)
+            ends = np.cumsum([leaves[number].size for number in numbers]).tolist()
+            for number, part in zip(numbers, jnp.split(flat, ends[:-1]), strict=True):
+                moved[number] = part.reshape(leaves[number].shape)
+        return moved
+
+    options = {"in_specs": (list(specs),), "out_specs": list(specs), "check_vma": False}
+    return jax.jit(jax.shard_map(onwards, mesh=mesh, **options))
+
+
+# --- From host to host ----------------------------------------------------------------------------
+
+
+def _exchange(data: np.ndarray) -> np.ndarray:
+    """Rows of what each process has told: arrays of one shape and dtype."""
+    return np.asarray(multihost_utils.process_allgather(data))
+
+
+def _exchange_bytes(data: np.ndarray, longest: int) -> list[np.ndarray]:
+    """The bytes that each process has told, filled up to ``longest``, in pieces."""
+    most = max(2**16, PIECE // jax.process_count())
+    size = min(most, 1 << max(longest - 1, 2**16 - 1).bit_length())
+    pieces = []
+    for start in range(0, longest, size):
+        piece = np.zeros(size, np.uint8)
+        own = data[start : start + size]
+        piece[: own.size] = own
+        pieces.append(_exchange(piece))
+    return list(np.concatenate(pieces, axis=1)) if pieces else []
+
+
+def _headers(mine: Kept | None) -> list[Any]:
+    """The headers of all hosts; `None` for one that does not have the copy."""
+    text = np.frombuffer(json.dumps(mine.header).encode() if mine else b"", np.uint8)
+    lengths = _exchange(np.array(text.size, np.uint32)).tolist()
+    texts = _exchange_bytes(text, max(lengths))
+    told = [bytes(row[:n]) for row, n in zip(texts, lengths, strict=True)]
+    return [json.loads(text) if text else None for text in told]
+
+
+def _sizes(header: Any) -> dict[Block, int]:
+    """{block: how many bytes it has}."""
+    blocks = header["blocks"] if header else []
+    return {(leaf, tuple(map(tuple, part))): size for leaf, part, size in blocks}
+
+
+def _rounds(sizes: Sequence[Mapping[Block, int]], room: int) -> Iterator[list[Sent]]:
+    """Who sends what in each round, in the order of blocks.
+
+    Args:
+      sizes: the bytes of each host's blocks; of one host if each has all.
+      room: how many bytes a host sends at most in a round.
+    """
+    parts: list[Sent] = []
+    used = [0] * len(sizes)
+    for block, size in sorted({block: n for held in sizes for block, n in held.items()}.items()):
+        holders = [host for host, held in enumerate(sizes) if block in held]
+        if len(holders) == len(sizes) or not size:
+            starts = range(0, max(1, size), room)
+            parts += [Sent(-1, block, start, min(size, start + room)) for start in starts]
+            continue
+        start = 0
+        while start < size:
+            host = min(holders, key=used.__getitem__)
+            if used[host] == room:
+                yield parts
+                parts, used = [], [0] * len(sizes)
+            stop = min(size, start + room - used[host])
+            parts.append(Sent(host, block, start, stop))
+            used[host] += stop - start
+            start = stop
+    yield parts
+
+
+def _pieces(
+    sizes: Sequence[Mapping[Block, int]], read: Callable[[Block, int, int], np.ndarray]
+) -> Iterator[Piece]:
+    """The pieces of all blocks in their order; all hosts go through them alike.
+
+    Args:
+      sizes: the bytes of each host's blocks; of one host if each has all.
+      read: returns bytes ``start`` to ``stop`` of a block that this host has.
+    """
+    room = max(2**16, 1 << (ROUND // len(sizes)).bit_length() - 1)
+    for parts in _rounds(sizes, room):
+        yield from _passed(parts, len(sizes), read)
+
+
+def _passed(
+    parts: Sequence[Sent], hosts: int, read: Callable[[Block, int, int], np.ndarray]
+) -> Iterator[Piece]:
+    """The pieces of one round."""
+    ends, places = [0] * hosts, []
+    for host, _, start, stop in parts:
+        places.append(ends[host])
+        ends[host] += stop - start if host >= 0 else 0
+    rows = None
+    if any(ends):
+        row = np.zeros(1 << max(max(ends) - 1, 2**16 - 1).bit_length(), np.uint8)
+        for (host, block, start, stop), place in zip(parts, places, strict=True):
+            if host == jax.process_index():
+                row[place : place + stop - start] = read(block, start, stop)
+        rows = _exchange(row)
+        del row
+    for (host, block, start, stop), place in zip(parts, places, strict=True):
+        if host < 0 or rows is None:
+            yield block, start, read(block, start, stop)
+        else:
+            yield block, start, rows[host, place : place + stop - start]
+
+
+def _restored(header: Any, pieces: Iterable[Piece], state: Tree) -> Tree:
+    """The copy as a tree like ``state``. One leaf at a time is whole on the host."""
+    paths, treedef = jax.tree.flatten_with_path(state)
+    saved = header["leaves"]
+    _check_names([name for name, *_ in saved], [list(name_of(path)) for path, _ in paths])
+    own = itertools.groupby(pieces, lambda piece: piece[0][0])  # every leaf has a block
+    leaves = [
+        _placed(_whole(shape, dtype, parts), _impl(header, number), like)
+        for (number, parts), (_, shape, dtype, *_), (_, like) in zip(own, saved, paths, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _check_names(saved: list[Any], now: list[Any]) -> None:
+    """Refuses a copy of other leaves. Version 0.4 joined the words of a name."""
+    if saved and isinstance(saved[0], str):
+        now = ["/".join(name) for name in now]
+    if saved != now:
+        alone = sorted({*map(_shown, saved)} ^ {*map(_shown, now)})
+        raise ValueError(
+            f"the copy has {len(saved)} leaves and this state {len(now)}, which differ in "
+            f"{', '.join(alone[:4]) or 'their order'}; start all supervisors anew, which forgets "
+            "copies"
+        )
+
+
+def _shown(name: Any) -> str:
+    """A name for messages; version 0.4 joined its words."""
+    return name if isinstance(name, str) else shown(name)
+
+
+def _impl(header: Any, number: int) -> str | None:
+    """The implementation of the keys of a leaf; `None` for other leaves."""
+    name, *_, last = header["leaves"][number]
+    return header["keys"].get(name) if isinstance(name, str) else last
+
+
+def _whole(shape: Sequence[int], dtype: str, pieces: Iterable[Piece]) -> np.ndarray:
+    """A leaf of its blocks' pieces."""
+    whole = np.empty(shape, jnp.dtype(dtype))
+    for (_, part), own in itertools.groupby(pieces, lambda piece: piece[0]):
+        target = whole[(*(slice(*span) for span in part), ...)]
+        block = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+        data = block.reshape(-1).view(np.uint8)
+        for _, start, piece in own:
+            data[start : start + piece.size] = piece
+        if block is not target:
+            target[...] = block
+    return whole
+
+
+def _placed(array: np.ndarray, impl: str | None, like: Any) -> Any:
+    """A leaf where ``like`` is, if it has its shape and dtype; if not, an array of the host."""
+    if impl:  # of a leaf of keys
+        fits = isinstance(like, Placed) and like.shape == array.shape[:-1]
+        data = _put(array, like) if fits else jnp.asarray(array)
+        return jax.random.wrap_key_data(data, impl=impl)
+    if isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
+        return _put(array, like)
+    return array
+
+
+def _put(array: np.ndarray, like: Any) -> Any:
+    """An array where ``like`` is; on the default device, not bound to it, if nobody placed that."""
+    # A program moves what nobody placed to its devices, and refuses what is on others.
+    if like.sharding is None or not getattr(like, "committed", True):
+        return jnp.asarray(array)
+    placed = jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
+    return placed.block_until_ready()  # the host's memory is free then

@@ -1,0 +1,1 @@
+"""Internal: what traced programs do with values, read from their jaxprs."""

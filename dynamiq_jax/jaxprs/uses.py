@@ -1,0 +1,639 @@
+"""Losses on Explicit meshes, use by use: a use for which JAX has no rule reads a plain copy.
+
+A large parameter is typed as reduced, so that JAX leaves its gradient unreduced. JAX has rules for
+some uses of such a value, such as matrix products, and none for others, such as elementwise
+products with examples. `per_use` runs the jaxpr of a loss that was traced with plain parameters. It
+runs with two twins of each parameter:
+
+* the *typed* twin goes through operations on parameters alone (`derived`). It meets examples in
+  equations of `RULES` if JAX has a rule for these very types, and in loops, branches and
+  checkpoints;
+* the *plain* twin serves all other equations. JAX sums its gradient, exactly.
+
+An equation that needs a plain operand computes it from plain twins, by the same equations. So the
+gradient of a parameter is the sum of its twins' gradients, and only gradients of uses without a
+rule travel uncompressed. A use without examples, such as a penalty, needs no traffic.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.core import Tracer
+from jax.extend.core import JaxprEqn, Literal, Primitive
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.core.compat import (
+    evaluate,
+    inner_jaxprs,
+    name_of,
+    with_constants,
+)
+from dynamiq_jax.core.explicit import refusals, unrolls_typed
+from dynamiq_jax.jaxprs.derived import (
+    derive,
+    has_own_derivative,
+    is_inexact,
+    keeps_terms,
+    within,
+)
+from dynamiq_jax.tree.placement import axes_of
+
+if TYPE_CHECKING:
+    from dynamiq_jax.training.explicit_shards import Gather
+
+RULES = frozenset(
+    "broadcast_in_dim convert_element_type copy dot_general dynamic_slice expand_dims gather "
+    "reshape slice squeeze transpose".split()
+)
+"""Primitives for which JAX may have rules for typed values, forwards and backwards."""
+
+ON_AUTO = frozenset("conv_general_dilated dot_general gather".split())
+"""Primitives whose gradients are terms on Auto axes too, if data axes split the result."""
+
+INLINED = frozenset("jit pjit closed_call core_call".split())
+"""Primitives that only run the program in their parameters, once."""
+
+SMALL = 4096
+"""The size of a gradient up to which JAX may sum it without a warning."""
+
+
+class Value:
+    """A value of the program, or the twins of a value that depends only on parameters.
+
+    Args:
+      plain: makes the value without a type, when that is wanted.
+      typed: makes the value typed as reduced, or `None`, when that is first wanted.
+      leaves: the parameters that it follows from.
+      data: whether it also follows from examples.
+      broken: of a value without a typed twin, names the first primitive that has no rule.
+    """
+
+    def __init__(
+        self,
+        plain: Callable[[], Any],
+        typed: Callable[[], Array | None] | None = None,
+        leaves: frozenset[int] = frozenset(),
+        data: bool = True,
+        broken: Callable[[], str] = str,
+    ):
+        self.plain, self.leaves, self.data = plain, leaves, data
+        self._typed, self._broken = typed, broken
+
+    @functools.cached_property
+    def typed(self) -> Array | None:
+        """The value typed as reduced, or `None` if it has no such twin."""
+        return None if self._typed is None else self._typed()
+
+    @property
+    def broken(self) -> str:
+        """The primitive because of which it has no typed twin; "" if it has one, or needs none."""
+        return self._broken() if self.typed is None else ""
+
+
+@dataclasses.dataclass
+class Uses:
+    """The results of a run: which twins were needed, and which gradients JAX sums."""
+
+    axes: frozenset[str]
+    """The data axes of more than one device."""
+    wanted: set[int] = dataclasses.field(default_factory=set)
+    """The numbers of parameters whose plain twin served."""
+    typed: set[int] = dataclasses.field(default_factory=set)
+    """The parameters whose typed twin met examples."""
+    native: dict[int, str] = dataclasses.field(default_factory=dict)
+    """By parameter: the first primitive that has no rule on its way to examples."""
+    gathered: set[int] = dataclasses.field(default_factory=set)
+    """The numbers of parameters that `reduce_in_backward` gathers."""
+
+
+def value_of(x: Any, data: bool = True) -> Value:
+    """A value that does not depend on parameters."""
+    return Value(lambda: x, data=data)
+
+
+def parameter(typed: Array | None, plain: Array, number: int, uses: Uses) -> Value:
+    """The twins of a parameter; ``uses`` records whether the plain one is needed."""
+
+    def wanted() -> Array:
+        uses.wanted.add(number)
+        return plain
+
+    return Value(wanted, lambda: typed, frozenset((number,)), False)
+
+
+def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
+    """Runs a jaxpr."""
+    jaxpr, constants = with_constants(closed)
+    known: dict[Any, Value] = {}
+    for variable, x in zip(jaxpr.constvars, constants, strict=True):
+        own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
+        known[variable] = value_of(own, isinstance(x, Tracer))
+    known.update(zip(jaxpr.invars, values, strict=True))
+    kept = kept_here(jaxpr, uses.axes)
+
+    def read(atom: Any) -> Value:
+        return value_of(atom.val, False) if isinstance(atom, Literal) else known[atom]
+
+    for equation in jaxpr.eqns:
+        operands = [read(atom) for atom in equation.invars]
+        if name_of(equation) in INLINED:
+            made = per_use(inner_jaxprs(equation)[0], operands, uses)
+        elif gather := gather_of(equation):
+            made = _gathered(gather, operands, uses)
+        elif any(x.data for x in operands) or _has_gathers(equation):
+            made = _with_data(equation, operands, uses)
+        else:
+            made = _of_parameters(equation, operands, id(equation) in kept)
+        known.update(zip(equation.outvars, made, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+gathered_p = Primitive("gathered_by_dynamiq_jax")
+"""The mark of a call of `reduce_in_backward`, in traces that `per_use` reads."""
+gathered_p.multiple_results = True
+
+
+@gathered_p.def_abstract_eval
+def _(*operands: Any, gather: "Gather") -> list[Any]:
+    """Whole leaves; a key's words may come last of the operands."""
+    specs = [gather.whole[i] for i in gather.chosen]
+    shards = operands[: len(specs)]
+    return [
+        x.update(sharding=NamedSharding(x.sharding.mesh, s))
+        for x, s in zip(shards, specs, strict=True)
+    ]
+
+
+def gather_of(equation: JaxprEqn) -> "Gather | None":
+    """How an equation gathers, if it stands for a call of `reduce_in_backward`."""
+    return equation.params["gather"] if equation.primitive is gathered_p else None
+
+
+def _gathered(gather: "Gather", operands: list[Value], uses: Uses) -> list[Value]:
+    """The twins of gathered leaves: equal values whose gradients travel in two ways."""
+    count = len(gather.chosen)
+    shards = [x.plain() for x in operands[:count]]
+    words = operands[count].plain() if len(operands) > count else None
+    values = gather.values(shards, words)
+    made = []
+
+    @functools.cache
+    def typed() -> list[Array]:
+        return gather.typed(shards, words, values)
+
+    for place, (number, x) in enumerate(zip(gather.chosen, operands, strict=False)):
+        uses.gathered |= x.leaves
+        own = functools.partial(_at, typed, place)
+        if number in gather.large:
+            plain = functools.partial(gather.plain, place, shards[place], values[place])
+            made.append(Value(plain, own, x.leaves, x.data))
+        else:
+            made.append(Value(own, leaves=x.leaves, data=x.data))
+    return made
+
+
+def _has_gathers(equation: JaxprEqn) -> bool:
+    return any(map(gather_of, within(equation)))
+
+
+def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Value]:
+    """The results of an equation whose operands depend on examples."""
+    name, made = name_of(equation), None
+    leaves = frozenset().union(*(x.leaves for x in operands))
+    gathers = _has_gathers(equation)
+    if gathers or any(x.typed is not None for x in operands):
+        made = _typed(equation, operands, uses)
+    if made is None and gathers:
+        raise NotImplementedError(f"reduce_in_backward within {name}")
+    if made is None:
+        plain = [x.plain() for x in operands]
+        for x, own in zip(operands, plain, strict=True):
+            # Of an expert that data axes split no other worker has terms.
+            apart = name == "shard_map" and axes_of(jax.typeof(own).sharding.spec) >= uses.axes
+            if x.leaves and not x.data and not apart and own.size >= SMALL:
+                for leaf in x.leaves:
+                    uses.native.setdefault(leaf, x.broken or name)
+        made = evaluate(equation, *plain)
+    elif name not in _RUNNERS:
+        uses.typed.update(*(x.leaves for x in operands if x.typed is not None))
+    return [Value(functools.partial(_same, x), leaves=leaves) for x in made]
+
+
+def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[Any] | None:
+    """The results for typed operands; `None` if JAX refuses these."""
+    name = name_of(equation)
+    before = {*uses.wanted}, {*uses.typed}, dict(uses.native), {*uses.gathered}
+    try:
+        if name in _RUNNERS:
+            return _RUNNERS[name](equation, operands, uses)
+        twins = [x.plain() if x.typed is None else x.typed for x in operands]
+        if not any(jax.typeof(x).sharding.spec.reduced for x in twins):
+            return evaluate(equation, *twins)  # on Auto axes, where the compiler has every rule
+        if _same_types(equation, twins):
+            return evaluate(equation, *twins)  # JAX has taken these very types
+        if name in RULES:
+            return _by_rule(equation, operands)
+    except refusals():
+        uses.wanted, uses.typed, uses.native, uses.gathered = before
+    return None
+
+
+def _same_types(equation: JaxprEqn, operands: list[Any]) -> bool:
+    """Whether a map was traced with operands of these types."""
+    before: list[Any] = [variable.aval for variable in equation.invars]
+    reduced = lambda x: x.sharding.spec.reduced
+    same = all(reduced(x) == reduced(jax.typeof(y)) for x, y in zip(before, operands, strict=True))
+    return name_of(equation) == "shard_map" and same
+
+
+def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
+    """The results by JAX's own rule for typed operands; `None`, or its error, if it has none."""
+    twins = [x.plain() if x.typed is None else x.typed for x in operands]
+    places = [i for i, x in enumerate(operands) if x.typed is not None]
+
+    def run(*typed: Array) -> Sequence[Any]:
+        own = list(twins)
+        for i, x in zip(places, typed, strict=True):
+            own[i] = x
+        return evaluate(equation, *own)
+
+    typed = [twins[i] for i in places]
+    return run(*typed) if keeps_terms(run, typed) else None
+
+
+def _of_parameters(equation: JaxprEqn, operands: list[Value], kept: bool) -> list[Value]:
+    """The twins of the results of an equation whose operands depend only on parameters.
+
+    With ``kept`` it is one of `kept_here`.
+    """
+    leaves = frozenset().union(*(x.leaves for x in operands))
+    name = name_of(equation)
+
+    @functools.cache
+    def plainly() -> Sequence[Any]:
+        return evaluate(equation, *(x.plain() for x in operands))
+
+    @functools.cache
+    def typed() -> Sequence[Any]:
+        try:
+            return _derived(equation, operands, kept)
+        except refusals():
+            return [None] * len(equation.outvars)
+
+    def broken() -> str:
+        before = next((x.broken for x in operands if x.broken), "")
+        return before or (name if any(x.typed is not None for x in operands) else "")
+
+    made = []
+    for i, variable in enumerate(equation.outvars):
+        plain = functools.partial(_at, plainly, i)
+        own = functools.partial(_at, typed, i) if leaves else None
+        if is_inexact(variable) or not leaves:
+            made.append(Value(plain, own, leaves, False, broken))
+        else:  # such as integers, which have no gradients
+            made.append(Value(functools.partial(_fixed, own, plain), data=False))
+    return made
+
+
+def _fixed(first: Any, second: Any) -> Any:
+    found = first()
+    return second() if found is None else found
+
+
+def _derived(equation: JaxprEqn, operands: list[Value], kept: bool) -> Sequence[Any]:
+    """The typed results of an equation on parameters; a result without a rule is `None`."""
+    none = [None] * len(equation.outvars)
+    pairs = list(zip(operands, equation.invars, strict=True))
+    large = [x for x, v in pairs if v.aval.size >= SMALL]  # type: ignore[attr-defined]
+    if any(x.broken for x in large) or not any(x.typed is not None for x in operands):
+        return none
+    if name_of(equation) == "reshard":
+        return _resharded(equation, operands[0], kept)
+    if name_of(equation) in RULES and all(map(is_inexact, equation.outvars)):
+        with contextlib.suppress(*refusals()):
+            if (found := _by_rule(equation, operands)) is not None:
+                return found
+    if has_own_derivative(equation):
+        return none
+    twins = [x.plain() if x.typed is None else x.typed for x in operands]
+    moving = [i for i, (x, v) in enumerate(pairs) if x.leaves and is_inexact(v)]
+    run = functools.partial(derive, equation, twins, moving)
+    chosen = [twins[i] for i in moving]
+    return run(*chosen) if keeps_terms(run, chosen) else none
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _at(made: Callable[[], Sequence[Any]], place: int) -> Any:
+    return made()[place]
+
+
+def kept_on_auto(jaxpr: Any, axes: Collection[str]) -> set[int]:
+    """The result of `kept_here` for a program and all programs inside of its equations."""
+    equations = with_constants(jaxpr)[0].eqns
+    inner = (kept_on_auto(own, axes) for equation in equations for own in inner_jaxprs(equation))
+    return kept_here(jaxpr, axes).union(*inner)
+
+
+def unrolled_in_part(jaxpr: Any) -> bool:
+    """Whether JAX has no rule for a loop of a program: typed values, and it is unrolled in part."""
+
+    def refused(equation: JaxprEqn) -> bool:
+        if name_of(equation) != "scan" or unrolls_typed():
+            return False
+        specs = (x.aval.sharding.spec for x in (*equation.invars, *equation.outvars))  # type: ignore[attr-defined]
+        is_typed = any(spec.reduced or spec.unreduced for spec in specs)
+        return is_typed and 1 < equation.params["unroll"] < equation.params["length"]
+
+    return any(refused(own) for own in chain.from_iterable(map(within, jaxpr.eqns)))
+
+
+def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
+    """The `id` of each equation that brings an array to Auto axes for uses of `ON_AUTO` alone.
+
+    JAX reads rows by `jax.sharding.auto_axes`: reshard, gather, reshard. `jnp.take` has its gather
+    within a `jax.jit`. Data axes, ``axes``, split the result, so that the gradient of the array has
+    each device's terms. Other functions on Auto axes may have whole gradients, which JAX would take
+    for terms.
+    """
+    own = with_constants(jaxpr)[0]
+    users = _users(own)
+
+    def splits(equation: JaxprEqn) -> bool:
+        if name_of(equation) != "reshard":
+            return False
+        return {*axes} <= axes_of(P(*equation.params["dst_sharding"].spec.partitions))
+
+    def is_split(variable: Any) -> bool:
+        return variable not in own.outvars and all(map(splits, users.get(variable, ())))
+
+    return {
+        id(equation)
+        for equation in own.eqns
+        if name_of(equation) == "reshard"
+        and (found := _results_of_uses(own, equation.outvars[0])) is not None
+        and all(map(is_split, found))
+    }
+
+
+def _users(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
+    """The equations that take each variable, once for each operand that it is."""
+    users: dict[Any, list[JaxprEqn]] = {}
+    for equation in jaxpr.eqns:
+        for atom in equation.invars:
+            if not isinstance(atom, Literal):
+                users.setdefault(atom, []).append(equation)
+    return users
+
+
+def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
+    """The results of all uses of a variable, where each is one of `ON_AUTO`; else `None`."""
+    found: list[Any] = []
+    if variable in jaxpr.outvars:
+        return None
+    for equation in _users(jaxpr).get(variable, ()):
+        if sum(atom is variable for atom in equation.invars) != 1:
+            return None
+        if name_of(equation) in ON_AUTO:
+            found += equation.outvars
+        elif name_of(equation) in INLINED:
+            inner = with_constants(inner_jaxprs(equation)[0])[0]
+            (place,) = (i for i, atom in enumerate(equation.invars) if atom is variable)
+            made = _results_of_uses(inner, inner.invars[place])
+            if made is None or any(_users(inner).get(x) or x not in inner.outvars for x in made):
+                return None
+            pairs = zip(equation.outvars, inner.outvars, strict=True)
+            found += [outer for outer, x in pairs if x in made]
+        else:
+            return None
+    return found
+
+
+def _resharded(equation: JaxprEqn, operand: Value, kept: bool) -> list[Any]:
+    """A typed value that the loss reshards; it stays typed if no data axis splits the result."""
+    assert operand.typed is not None
+    if kept:
+        return list(evaluate(equation, operand.typed))
+    target = equation.params["dst_sharding"]
+    reduced = jax.typeof(operand.typed).sharding.spec.reduced
+    if axes_of(P(*target.spec.partitions)) & reduced:
+        return [None]
+    if not reduced <= {*target.mesh.explicit_axes}:
+        return [None]  # gradients on Auto axes are whole, and JAX would take them for terms
+    spec = P(*target.spec.partitions, reduced=reduced)
+    return [jax.reshard(operand.typed, NamedSharding(target.mesh, spec))]
+
+
+# --- Loops, branches and checkpoints --------------------------------------------------------------
+
+
+class _NotPassedError(Exception):
+    """An inner program needs a plain twin of an operand, which was not passed to it."""
+
+    def __init__(self, inner: "_Inner", number: int):
+        super().__init__(number)
+        self.inner, self.number = inner, number
+
+
+@dataclasses.dataclass(eq=False)
+class _Inner:
+    """The inputs of an inner program: the twins of its operands, in this order."""
+
+    operands: Sequence[Value]
+    wanted: frozenset[int]
+    """The operands whose plain twin goes in."""
+    unused: frozenset[int]
+    """The operands whose typed twin does not."""
+    uses: Uses
+
+    @functools.cached_property
+    def typed(self) -> frozenset[int]:
+        """The operands whose typed twin goes in."""
+        found = (i for i, x in enumerate(self.operands) if x.typed is not None)
+        return frozenset(found) - self.unused
+
+    @property
+    def twins(self) -> list[tuple[int, bool]]:
+        """(number of the operand, whether it is the typed twin)."""
+        found = []
+        for i in range(len(self.operands)):
+            found += [(i, True)] if i in self.typed else []
+            found += [(i, False)] if i not in self.typed or i in self.wanted else []
+        return found
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The arrays that go in."""
+        operands = self.operands
+        return [operands[i].typed if typed else operands[i].plain() for i, typed in self.twins]
+
+    def values(self, arrays: Sequence[Any]) -> list[Value]:
+        """The values of the operands inside, from the arrays that went in."""
+        given = dict(zip(self.twins, arrays, strict=True))
+        return [
+            Value(
+                functools.partial(self._plain, given, i),
+                functools.partial(given.get, (i, True)),
+                frozenset((i,)) if x.leaves else frozenset(),
+                x.data,
+                functools.partial(getattr, x, "broken"),
+            )
+            for i, x in enumerate(self.operands)
+        ]
+
+    def _plain(self, given: dict[tuple[int, bool], Any], number: int) -> Any:
+        if (number, False) not in given:
+            raise _NotPassedError(self, number)
+        return given[number, False]
+
+
+def _run_inner(
+    operands: Sequence[Value], uses: Uses, run: Callable[[_Inner], list[Any]]
+) -> list[Any]:
+    """Runs an inner program; traces it again with one more plain twin if it needs one."""
+    wanted: set[int] = set()
+    unused: frozenset[int] = frozenset()
+    named: dict[int, str] = {}  # why a twin is unused, which a run without it cannot tell
+    while True:
+        inner = _Inner(operands, frozenset(wanted), unused, Uses(uses.axes))
+        try:
+            found = run(inner)
+        except _NotPassedError as error:
+            if error.inner is not inner:  # a program around this one has to pass it first
+                raise
+            wanted.add(error.number)
+            continue
+        # A typed twin that went in and met no examples would get a gradient of zeros.
+        if idle := inner.typed - inner.uses.typed:
+            unused |= idle
+            named |= inner.uses.native
+            continue
+        for number, name in (inner.uses.native | named).items():
+            for leaf in operands[number].leaves:
+                uses.native.setdefault(leaf, name)
+        uses.typed.update(*(operands[number].leaves for number in inner.uses.typed))
+        uses.gathered.update(*(operands[number].leaves for number in inner.uses.gathered))
+        return found
+
+
+def _checkpoint(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
+    params = equation.params
+
+    def run(inner: _Inner) -> list[Any]:
+        def body(*arrays: Any) -> list[Any]:
+            found = per_use(params["jaxpr"], inner.values(arrays), inner.uses)
+            return [x.plain() for x in found]
+
+        options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
+        return jax.checkpoint(body, **options)(*inner.arrays)
+
+    return _run_inner(operands, uses, run)
+
+
+def _scan(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
+    params = equation.params
+    body_of = with_constants(params["jaxpr"])[0]
+    # Rows and stacked results have one dimension more outside of the body; carries come first of
+    # the results, and constants first of the operands.
+    rank = lambda variable: len(variable.aval.shape)
+    pairs = zip(equation.invars, body_of.invars, strict=True)
+    n_rows = sum(rank(outer) > rank(own) for outer, own in pairs)
+    pairs = zip(equation.outvars, body_of.outvars, strict=True)
+    n_carry = sum(rank(outer) == rank(own) for outer, own in pairs)
+    n_consts = len(operands) - n_rows - n_carry
+    # What a loop carries is plain: its type would have to be that of the first carry.
+    carries = [x.plain() for x in operands[n_consts : n_consts + n_carry]]
+    others = [*operands[:n_consts], *operands[n_consts + n_carry :]]
+
+    def run(inner: _Inner) -> list[Any]:
+        twins, arrays = inner.twins, inner.arrays
+        is_row = [i >= n_consts for i, _ in twins]  # consts come first, then arrays of rows
+        rows = [x for x, row in zip(arrays, is_row, strict=True) if row]
+
+        def body(carry: list[Any], row: list[Any]) -> tuple[list[Any], list[Any]]:
+            own = iter(row)
+            given = [next(own) if r else x for x, r in zip(arrays, is_row, strict=True)]
+            values = inner.values(given)
+            values[n_consts:n_consts] = map(value_of, carry)
+            found = [x.plain() for x in per_use(params["jaxpr"], values, inner.uses)]
+            return found[:n_carry], found[n_carry:]
+
+        options = {key: params[key] for key in ("length", "reverse", "unroll")}
+        carry, made = scan_typed(body, carries, rows, **options)
+        return [*carry, *made]
+
+    return _run_inner(others, uses, run)
+
+
+def scan_typed(
+    body: Callable[[Any, Any], tuple[Any, Any]],
+    carry: list[Any],
+    rows: list[Any],
+    *,
+    length: int,
+    reverse: bool,
+    unroll: int,
+) -> tuple[Any, Any]:
+    """`lax.scan`, also of typed rows where JAX has no rule for them in a loop unrolled in part.
+
+    There every iteration of a loop runs the body ``unroll`` times.
+    """
+    if not 1 < unroll < length or unrolls_typed():
+        return lax.scan(body, carry, rows, length=length, reverse=reverse, unroll=unroll)
+    turns, rest = divmod(length, unroll)
+    first, last = (rest, length) if reverse else (0, length - rest)
+    once = jax.jit(body)  # traced once for all of its calls
+
+    def turn(carry: Any, rows: Any) -> tuple[Any, Any]:
+        made: list[Any] = [None] * unroll
+        for i in reversed(range(unroll)) if reverse else range(unroll):
+            carry, made[i] = once(carry, jax.tree.map(lambda x, i=i: x[i], rows))
+        return carry, jax.tree.map(lambda *ys: jnp.stack(ys), *made)
+
+    def part(x: Array, *ends: int) -> Array:
+        return lax.slice_in_dim(x, *ends)
+
+    grouped = [part(x, first, last).reshape(turns, unroll, *x.shape[1:]) for x in rows]
+    carry, made = lax.scan(turn, carry, grouped, length=turns, reverse=reverse)
+    made = jax.tree.map(lambda y: lax.collapse(y, 0, 2), made)
+    if not rest:
+        return carry, made
+    ends = (0, first) if reverse else (last, length)
+    over = [part(x, *ends) for x in rows]
+    carry, more = lax.scan(body, carry, over, length=rest, reverse=reverse, unroll=rest)
+    pairs = (more, made) if reverse else (made, more)
+    return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *pairs)
+
+
+def _cond(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
+    index = operands[0].plain()
+
+    def run(inner: _Inner) -> list[Any]:
+        def branch(closed: Any) -> Callable[..., list[Any]]:
+            def taken(*arrays: Any) -> list[Any]:
+                found = per_use(closed, inner.values(arrays), inner.uses)
+                return [x.plain() for x in found]
+
+            return taken
+
+        return lax.switch(index, [*map(branch, equation.params["branches"])], *inner.arrays)
+
+    return _run_inner(operands[1:], uses, run)
+
+
+_RUNNERS: dict[str, Callable[[JaxprEqn, list[Value], Uses], list[Any]]] = {
+    "checkpoint": _checkpoint,
+    "remat2": _checkpoint,
+    "scan": _scan,
+    "cond": _cond,
+}

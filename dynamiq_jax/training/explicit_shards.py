@@ -1,0 +1,212 @@
+"""Shards on Explicit meshes, outside of maps: gathered where the loss uses them.
+
+A gathered parameter is typed as reduced over the data axes, so that its gradient comes back
+unreduced and one compressed collective sums and scatters it. `uses` needs a plain twin of it, too:
+there the loss is traced with a mark in the place of the gather.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.extend.core import JaxprEqn, Literal
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
+from dynamiq_jax.core.explicit import traced_for
+from dynamiq_jax.core.meshes import mesh_of, resharded
+from dynamiq_jax.core.seeds import check_key, key_words
+from dynamiq_jax.jaxprs.uses import gathered_p
+from dynamiq_jax.reduction.explicit_sums import (
+    large_leaves,
+    reduce_unreduced,
+    scattered_spec,
+)
+from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.tree.placement import restrict_spec
+
+_whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
+BACKWARD = 1
+"""`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
+MARKS = 2
+"""`traced_for`'s number of traces in which calls of `reduce_in_backward` leave marks."""
+
+SCOPE = "gathered_by_dynamiq_jax"
+"""The scope of every gather in a program, by which `gathers` finds it."""
+
+DATA = -1
+"""The number of all values in a program that are not its inputs."""
+
+
+def inputs_of(
+    jaxpr: Any,
+    takes: Callable[[JaxprEqn], Sequence[Any]],
+    *,
+    alone: bool = False,
+    ends: str = "",
+) -> set[int]:
+    """The numbers of a program's inputs of which those operands are made that ``takes`` returns.
+
+    If ``alone``, operands count that are made of one input, and of nothing else in the program. The
+    results of the primitive ``ends`` count as data.
+    """
+    found: set[int] = set()
+
+    def walk(jaxpr: Any, known: dict[Any, frozenset[int]]) -> None:
+        for equation in with_constants(jaxpr)[0].eqns:
+            atoms = [a for a in equation.invars if not isinstance(a, Literal)]
+            for atom in takes(equation):
+                sources = known.get(atom, frozenset())
+                found.update(sources if not alone or len(sources) == 1 else ())
+            for inner in inner_jaxprs(equation):
+                own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
+                pairs = zip(reversed(own), reversed(equation.invars), strict=False)
+                given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
+                walk(inner, {a: known.get(b, frozenset()) for a, b in given})
+            sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
+            if name_of(equation) == ends:
+                sources = frozenset({DATA})
+            known.update(dict.fromkeys(equation.outvars, sources))
+
+    own, _ = with_constants(jaxpr)
+    inputs = {x: frozenset({i}) for i, x in enumerate(own.invars)}
+    walk(jaxpr, inputs | dict.fromkeys(own.constvars, frozenset({DATA})))
+    return found - {DATA}
+
+
+def gathers(equation: JaxprEqn) -> Sequence[Any]:
+    """The operands of which `gather_outside` makes whole leaves."""
+    scoped = SCOPE in str(equation.source_info.name_stack)
+    return [a for a in equation.invars if scoped and not isinstance(a, Literal)]
+
+
+@contextlib.contextmanager
+def gathered_before(whole: bool) -> Iterator[None]:
+    """While it lasts, a loss is traced whose shards were gathered before it, if ``whole``."""
+    token = _whole.set(whole)
+    try:
+        yield
+    finally:
+        _whole.reset(token)
+
+
+def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
+    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass."""
+    axis = total.axis
+    if _whole.get():
+        raise ValueError(
+            "reduce_in_backward is called in a loss whose sharded parameters value_and_grad has "
+            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, gather=False)"
+        )
+    check_key(key)
+    mesh = mesh_of(params)
+    leaves, treedef = jax.tree.flatten(params)
+    placed = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
+    total = total.placed(placed)
+    kept = [name for name in mesh.axis_names if name not in axis.names]
+    whole = [restrict_spec(spec, kept) for spec in placed]
+    large = large_leaves(total, params, placed, mesh)
+    numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    chosen = [i for i in numbers if total.splits[i]]
+    gather = Gather(total, mesh, treedef, chosen, large, placed, whole)
+    shards, words = [leaves[i] for i in chosen], key_words(key)
+    with jax.named_scope(SCOPE):
+        if traced_for.value == MARKS:
+            more = [] if words is None else [words]
+            found = iter(gathered_p.bind(*shards, *more, gather=gather))
+        else:
+            found = iter(gather.typed(shards, words) if chosen else ())
+    exact = [resharded(x, mesh, whole[i]) if total.splits[i] else x for i, x in enumerate(leaves)]
+    return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Gather:
+    """How one call of `reduce_in_backward` gathers shards, and scatters their gradients.
+
+    Shards, values and gradients are lists of the chosen leaves, in their order.
+    """
+
+    total: Reduction
+    mesh: AbstractMesh
+    treedef: Any
+    chosen: Sequence[int]
+    """The numbers of leaves that are gathered."""
+    large: Collection[int]
+    """The numbers of leaves whose gradients stay unreduced."""
+    placed: Sequence[P]
+    """How leaves are sharded, and how whole ones are."""
+    whole: Sequence[P]
+
+    def values(self, shards: Sequence[Array], words: Array | None) -> list[Array]:
+        """Whole leaves, without types and without derivatives."""
+        before = [scattered_spec(spec, self.total.axis) for spec in self.placed]
+        maps = {"in_specs": (self._tree(before), P()), "out_specs": self._tree(self.whole)}
+        gather = self.total.some(self.chosen).gather
+        mapped = jax.shard_map(gather, mesh=self.mesh, check_vma=False, **maps)
+        own = self._put(map(lax.stop_gradient, shards), before)
+        return self._put(jax.tree.leaves(mapped(self._joined(own), words)), self.whole)
+
+    def typed(
+        self, shards: Sequence[Array], words: Array | None, values: Sequence[Array] | None = None
+    ) -> list[Array]:
+        """Whole leaves; large ones are typed as reduced, and their terms summed, compressed.
+
+        ``values`` are those of `values`, if they are known.
+        """
+        reduced = frozenset(self.total.axis.names)
+        after = [
+            P(*spec, reduced=reduced) if i in self.large else spec
+            for i, spec in enumerate(self.whole)
+        ]
+
+        def forward(
+            shards: Sequence[Array], words: Array | None, values: Sequence[Array] | None
+        ) -> tuple[list[Array], Array | None]:
+            found = self.values(shards, words) if values is None else values
+            return self._put(found, after), words
+
+        def backward(words: Array | None, gradients: list[Array]) -> tuple[Any, None, None]:
+            if traced_for.value != BACKWARD:
+                raise ValueError(
+                    "reduce_in_backward outside of maps found a derivative that is not "
+                    "dq.value_and_grad's: JAX's seed is a constant, of which every device would "
+                    f"add all to the terms that are summed over {self.total.axis.names}; pass the "
+                    f"loss to dq.value_and_grad(loss, axis_name={self.total.axis.name!r})"
+                )
+            back = dataclasses.replace(self.total, specs=self._tree(self.placed))
+            done = reduce_unreduced(back, self._joined(gradients), words)
+            return jax.tree.leaves(done.tree), None, None
+
+        gathered = jax.custom_vjp(lambda *args: forward(*args)[0])
+        gathered.defvjp(forward, backward)
+        return gathered(list(shards), words, values)
+
+    def plain(self, place: int, shard: Array, value: Array) -> Array:
+        """A whole leaf without a type: JAX sums its gradient, of which a slice is the shard's."""
+        spec = self.placed[self.chosen[place]]
+        gathered = jax.custom_vjp(lambda shard, value: value)
+        gathered.defvjp(
+            lambda shard, value: (value, None),
+            lambda _, gradient: (resharded(gradient, self.mesh, spec), None),
+        )
+        return gathered(shard, value)
+
+    def _tree(self, values: Sequence[Any]) -> Any:
+        """A tree like the parameters, of the chosen ones of a value for each leaf."""
+        return self._joined([values[i] for i in self.chosen])
+
+    def _joined(self, values: Sequence[Any]) -> Any:
+        """A tree like the parameters, of values of chosen leaves, and `None` for others."""
+        known = dict(zip(self.chosen, values, strict=True))
+        return self.treedef.unflatten(known.get(i) for i in range(self.treedef.num_leaves))
+
+    def _put(self, arrays: Iterable[Array], specs: Sequence[P]) -> list[Array]:
+        pairs = zip(arrays, self.chosen, strict=True)
+        return [resharded(x, self.mesh, specs[i]) for x, i in pairs]
