@@ -7,7 +7,6 @@ Leaves of random shapes end with zeros for four workers. They come to two, and b
 
 import dataclasses
 import sys
-import warnings
 
 import jax
 import jax.experimental.multihost_utils

@@ -323,12 +323,13 @@ def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
 
     saved = jax.device_get(fresh)  # two workers have padded it
     masters = {"w": np.pad(params["w"] - 1, [(0, 1), (0, 0), (0, 0)])}
-    saved = dataclasses.replace(saved, step=np.int32(1), masters=masters)
+    pending = dataclasses.replace(saved.pending, ready=np.True_)
+    saved = dataclasses.replace(saved, step=np.int32(1), masters=masters, pending=pending)
     state = dq.optax.restore_state(saved, fresh)
 
     def step(params, state):
-        grads = {"w": jnp.ones_like(params["w"])}
-        updates, state = optimizer.update(grads, state, dq.optax.gathered(params, state))
+        params = dq.optax.gathered(params, state)
+        updates, state = optimizer.update({"w": jnp.ones_like(params["w"])}, state, params)
         return optax.apply_updates(params, updates), state
 
     specs = dq.optax.state_specs(state)

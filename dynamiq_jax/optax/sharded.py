@@ -46,7 +46,7 @@ from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.explicit_updates import on_explicit_axes
 from dynamiq_jax.optax.outside import on_auto_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
-from dynamiq_jax.optax.wrappers import check_wrappers
+from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
@@ -182,14 +182,15 @@ def sharded(
     worker's own gradients. The transformation replaces `all_reduce` and the optimizer after it.
     ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
     mean, updates the masters of this worker's slices, gathers differences of parameters, and
-    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters and the
-    inner state take 1/n of the memory, and the update takes 1/n of the work.
+    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters, the
+    inner state and slices of the copy take 1/n of the memory, and the update takes 1/n of the work.
 
     **Masters follow parameters that change between updates**: a master moves by as much as its
     copy has moved since the last update. So you may load weights, swap in an average, clip or
     project; and what is around this transformation, or after it in a chain, may scale, withhold or
-    replace its updates. The master keeps the error of the last encoding, which the next difference
-    brings; `set_masters` copies all bits of the parameters.
+    replace its updates. A small change keeps the error of the last encoding, which the next
+    difference brings; a change of more than 16 times this error, and `set_masters`, replace the
+    master.
 
     A leaf is split along the first dimension that is a multiple of the number of workers; a leading
     dimension below 256, which may count layers, is tried last. If there is no such dimension, one
@@ -311,6 +312,8 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
+        if deferred:
+            check_deferred()
         _check_alike("params", params, state)
         _check_alike("gradients", updates, state, is_leaf=is_terms)
         if axis.mapped and not has_terms(updates):
@@ -560,12 +563,12 @@ class _Leaves(NamedTuple):
     sizes: Mapping[str, int]
     """The sizes of the axes in these specs."""
 
-    def followed(self, state: ShardedState) -> Any:
-        """The masters, which move by as much as their copies did since the last update."""
+    def followed(self, state: ShardedState, sent_at: Array) -> Any:
+        """The masters, which move by as much as their copies did since update ``sent_at``."""
         axis, masters = self.total.axis, jax.tree.leaves(state.masters)
         # `first`: no update has moved masters yet; all of them, if any, were skipped.
         first = state.step == state.skipped
-        known = axis.assume_invarying(state.sent.step.own()) == state.step
+        known = axis.assume_invarying(sent_at) == state.step
         if state.pending is None:
             sent = jax.tree.leaves(state.sent.copies)
         else:  # the copy of a split leaf has moved since, and the others are rounded masters
@@ -612,9 +615,9 @@ class _Update(NamedTuple):
         moved: tuple[bool, ...],
     ) -> tuple[Any, ShardedState]:
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
-        held = jax.tree.leaves(state.masters)
+        held, sent_at = jax.tree.leaves(state.masters), state.sent.step.own()
         given = self._leaves(state, held, params, op)
-        state = dataclasses.replace(state, masters=given.followed(state))
+        state = dataclasses.replace(state, masters=given.followed(state, sent_at))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
@@ -823,13 +826,15 @@ def _followed(master: Array, copy: Array, sent: Array, known: Array, first: Arra
     Before the first update, a master whose rounded value equals its copy is kept: it may have more
     bits.
     """
-    value = copy.astype(jnp.float32)
-    moved = master + (value - sent.astype(jnp.float32))
+    value, before = copy.astype(jnp.float32), sent.astype(jnp.float32)
+    error, moved_by = master - before, value - before
+    # Loaded weights, and zeros of pruned ones, are kept to the bit: the error would be one of what
+    # was there before. Below 16 errors it is worth keeping, as where half of an update is applied.
     # A copy that is, or was, infinite or NaN tells no distance.
-    moved = jnp.where(jnp.isfinite(moved), moved, value)
-    rounded = master.astype(copy.dtype)
-    changed = jnp.where(first, rounded != copy, known & (copy != sent))
-    return jnp.where(changed, jnp.where(first, value, moved), master)
+    small = jnp.abs(moved_by) <= 16 * jnp.abs(error)
+    moved = jnp.where(small & ~first, value + error, value)
+    changed = jnp.where(first, master.astype(copy.dtype) != copy, known & (copy != sent))
+    return jnp.where(changed, moved, master)
 
 
 def _sum(copy: Array, update: Array) -> Array:

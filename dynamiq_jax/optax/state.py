@@ -202,7 +202,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             remedy = "pass the optimizer and the parameters that it was saved with"
-            if "sent" in names[0] and not _parts(fresh):  # their types are lost
+            if not _parts(fresh) and any("sent" in name for name in old):  # their types are lost
                 remedy = (
                     "fresh does not say which leaves depend on the number of workers; in the place "
                     "of nnx.state(optimizer) pass the nnx.Optimizer itself"
