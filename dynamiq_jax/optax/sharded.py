@@ -38,7 +38,6 @@ from dynamiq_jax.core.meshes import (
     resharded,
     set_around,
 )
-from dynamiq_jax.core.rounding import rounded_to
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
@@ -840,7 +839,7 @@ def _followed(master: Array, copy: Array, sent: Array, known: Array, first: Arra
 def _sum(copy: Array, update: Array) -> Array:
     """A parameter after `optax.apply_updates`, in its dtype."""
     wide = copy.astype(jnp.float32) + update.astype(jnp.float32)
-    return rounded_to(copy.dtype, wide).astype(copy.dtype)
+    return wide.astype(copy.dtype)
 
 
 def _states(opt_state: Any) -> list[ShardedState]:
