@@ -3,7 +3,8 @@
 Files keep one home each: the README is the site's first page, BUILD.md the page for contributors.
 Links work where the files are, and are rewritten here for where the site shows them; a link to a
 file that the site does not show is left as text. Names of pages in code, as `docs/recipes.md`,
-become links. The line `EVERY_COMPARATOR` becomes an entry of the reference for each comparator.
+become links. The line `EVERY_COMPARATOR` becomes an entry of the reference for each comparator. A
+paragraph that is a link to a recipe becomes the recipe.
 """
 
 import os
@@ -38,10 +39,19 @@ EVERY_COMPARATOR = "::: dynamiq_jax.contrib.*"
 LISTED = re.compile(r"^from (dynamiq_jax\.contrib)\.\w+ import (\w+) as \2$", re.MULTILINE)
 
 
+RECIPE = re.compile(r"^\[`(examples/recipes/\w+\.py)`\]\([^()\s]+\)$", re.MULTILINE)
+
+
 def entries():
     """The reference's entries for the comparators that their package lists, in its order."""
     listed = LISTED.findall((ROOT / "dynamiq_jax" / "contrib" / "__init__.py").read_text())
     return "\n\n".join(f"::: {package}.{name}" for package, name in listed)
+
+
+def recipe(match):
+    """A block with the recipe's code, titled by its path."""
+    code = (ROOT / match[1]).read_text()
+    return f'```python title="{match[1]}"\n{code}```'
 
 
 def on_files(files, config):
@@ -52,7 +62,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Points links at pages of the site, and lists the comparators."""
+    """Points links at pages of the site, lists the comparators, and includes recipes."""
+    markdown = RECIPE.sub(recipe, markdown)
     markdown = markdown.replace(EVERY_COMPARATOR, entries())
     target = page.file.src_uri
     (source,) = [name for name, shown in PAGES.items() if shown == target] or [f"docs/{target}"]

@@ -75,7 +75,7 @@ GEOMETRIC_TOP = 1 << 15
 _GEOMETRIC_EPSILON = {2: 0.23, 3: 0.20, 4: 0.18, 5: 0.16, 6: 0.14, 7: 0.12, 8: 0.10, 9: 0.07}
 
 Levels = Literal["companded", "piecewise", "geometric", "uniform"]
-Rounding = Literal["antithetic", "correlated", "independent"]
+Rounding = Literal["antithetic", "correlated", "independent", "nearest"]
 GroupScale = Literal["uint8", "bf16"]
 
 

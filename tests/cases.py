@@ -133,6 +133,7 @@ EVERY_METHOD = {
     "dynamiq, no plan, memory": Row(
         low(dq.ErrorFeedback(dq.DynamiQ(plan=False))), OVER, 256, 0.1
     ),
+    "dynamiq, nearest": Row(low(dq.DynamiQ(rounding="nearest")), OVER, 256, 0.04),
     "dynamiq, dither": Row(low(dq.DynamiQ(dither=True)), OVER, 256, 0.03),
     "dynamiq, memory": Row(low(dq.ErrorFeedback(dq.DynamiQ())), OVER, 256, 0.05),
     # A packet of the largest values may be lost, with up to all of the sum's energy.
@@ -146,6 +147,11 @@ EVERY_METHOD = {
     "mxfp4": Row(low(contrib.MXFP4()), OVER, 32, 0.06),
     "minmax": Row(low(contrib.MinMax()), OVER, 128, 0.06),
     "minmax, nearest": Row(low(contrib.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
+    "block-int": Row(low(contrib.BlockInt()), OVER, 128, 2e-4),
+    "block-int, smooth": Row(
+        low(contrib.BlockInt(bits=4, rounding="stochastic", smooth=True)), OVER, 128, 0.06
+    ),
+    "loco": Row(low(contrib.LoCo(contrib.BlockInt(bits=4))), OVER, 128, 0.06),
     "qsgd": Row(low(contrib.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),
     "thc": Row(low(contrib.THC(piece_size=512)), NATIVE, 512, 0.04),
     "thc, memory": Row(

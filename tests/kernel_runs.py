@@ -30,6 +30,7 @@ FORMATS = {
     "large groups": pk.WireFormat(group_size=64, super_group_size=1024),
     "odd widths": pk.WireFormat(widths=(0, 1, 3, 6, 16)),
     "carries NaN": pk.WireFormat(widths=(3, 4, 16), carries_nan=True),
+    "nearest": pk.WireFormat(widths=(0, 1, 2, 3, 6, 16), rounding="nearest"),
     "dither": dq.DynamiQ(dither=True, format=dq.Format(levels="piecewise"))
     .allocation(8, dq.Direct())
     .fmt,

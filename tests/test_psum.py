@@ -6,8 +6,10 @@ import jax
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits, bias, relative_error
-from cases import CHEAP, LOOP, METHODS, TOPOLOGIES, daily, vmapped
+from cases import CHEAP, LOOP, METHODS, TOPOLOGIES, daily, small, vmapped
 from workers import gradient
+
+import dynamiq_jax as dq
 
 N, SIZE = 5, 5 * 8 * 1024 - 77
 """Five workers (an odd ring), no multiple of anything; a whole tile even of the largest rows."""
@@ -36,6 +38,21 @@ def test_replicas_agree_and_the_key_alone_decides(name):
     other = reduce(name, x, jax.random.key(2))
     # Most coordinates are rounded; only those without error (width 0, exact levels) repeat.
     assert np.mean(other != first) > 0.3
+
+
+def test_nearest_rounding_has_half_the_error_and_no_noise():
+    """Over `Direct` a gradient is encoded once, and the sum again."""
+    x, exact = case()
+    methods = [dq.DynamiQ(bits=b, rounding=r) for b in (3.5, 5) for r in ("nearest", "independent")]
+    runs = [vmapped(small(method), dq.Direct()) for method in methods]
+    first, second = ([np.asarray(run(x, jax.random.key(k))) for run in runs] for k in (1, 2))
+    for own, *_ in first:
+        assert np.isfinite(own).all()
+    assert_replicas_equal(first[0])
+    assert_same_bits(first[0], second[0])
+    assert (first[1] != second[1]).any()
+    errors = [relative_error(own[0], exact) for own in first]
+    assert errors[0] < 0.6 * errors[1] and errors[2] < 0.6 * errors[3]
 
 
 UNLIKE = ["default", "all_widths", "dither_all_widths", "no_plan", "mean"]

@@ -1,6 +1,6 @@
 """Trainers of other libraries train with our lines as they do without.
 
-A script of a page runs three times: as its library has it, with the exact method, with 5 bits.
+A recipe runs three times: as its library has it, with the exact method, with 5 bits.
 """
 
 import re
@@ -8,14 +8,14 @@ import re
 import jax
 import numpy as np
 import pytest
-from test_recipes import NAMES, RECIPES, START, blocks, execute, promoted  # noqa: F401
+from test_recipes import RECIPES, START, execute, promoted  # noqa: F401
 
 pytestmark = [
     # Keras and equinox use what newer versions of JAX and NumPy deprecate.
     pytest.mark.filterwarnings("ignore::DeprecationWarning:(keras|equinox)"),
 ]
 
-KERAS, EQUINOX, MULTI_STEPS = blocks("docs/trainers.md")
+KERAS, EQUINOX, MULTI_STEPS = (RECIPES[n] for n in ("keras_model", "equinox_net", "multi_steps"))
 EXPLICIT = 'with jax.set_mesh(jax.make_mesh((8,), ("data",))):'
 ON_LINES = """dq.optax.sharded(  # 1: was {}
         optax.adam(1e-3), "data", compression=compression
@@ -63,14 +63,14 @@ loss = sum(losses[-WINDOW:]) / WINDOW
         },
     ),
     "train state": (
-        RECIPES[NAMES.index("train state")],
+        RECIPES["train_state"],
         {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
             GRADIENTS.format("", "loss_fn"): "jax.value_and_grad(loss_fn)",
         },
     ),
     "nnx optimizer": (
-        RECIPES[NAMES.index("nnx optimizer")],
+        RECIPES["nnx_optimizer"],
         {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
             GRADIENTS.format("nnx.", "net_loss"): "nnx.value_and_grad(net_loss)",
@@ -78,7 +78,6 @@ loss = sum(losses[-WINDOW:]) / WINDOW
     ),
 }  # fmt: skip
 """Scripts by name, each with texts and what its library has in their places."""
-IMPORTS = "import dynamiq_jax.optax\n"
 
 
 def replaced(code, changes):
@@ -89,16 +88,16 @@ def replaced(code, changes):
 
 
 def script(name, how, seed=0):
-    """A script natively, by the exact method or by 5 bits, with the batches of a seed."""
+    """A recipe natively, by the exact method or by 5 bits, and a start with batches of a seed."""
     code, plain = PLAIN[name]
-    start = replaced(START, {"default_rng(0)": f"default_rng({seed})"}) + IMPORTS
+    start = replaced(START, {"default_rng(0)": f"default_rng({seed})"})
     if how == "native":
-        return start + replaced(code, plain)
+        return replaced(code, plain), start
     if how == "exact":
         start = replaced(start, {"dq.DynamiQ(bits=5)": "dq.F32()"})
         exact = 'optax.adam(1e-3), "data", compression=compression'
         code = code.replace(exact, exact + ", differences=dq.F32()")
-    return start + code
+    return code, start
 
 
 @pytest.fixture
@@ -109,7 +108,8 @@ def loss_of(execute, monkeypatch):  # noqa: F811
         if name in ("keras", "equinox"):
             monkeypatch.setenv("KERAS_BACKEND", "jax")
             pytest.importorskip(name, reason="pip install '.[clients]'", exc_type=ImportError)
-        found = execute(script(name, how, seed), f"{name}, {how}")
+        code, start = script(name, how, seed)
+        found = execute(code, f"{name}, {how}", start)
         return float(found["loss"]), found
 
     return loss_of

@@ -25,6 +25,7 @@ from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.topologies import steps_of
 from dynamiq_jax.topologies.base import permuted
+from dynamiq_jax.topologies.transports import TRANSPORTS
 from pallas_kernels import backend
 
 SIZE = 3000
@@ -414,7 +415,7 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
         with pytest.raises(ValueError, match="push kernels send to all; pass topology=dq.Direct"):
             pushed(topology=topology(transport="push"))
     with pytest.raises(NotImplementedError, match="no axis_index_groups, and got .*permutes"):
-        Axis(("data",), ((0, 2), (3, 1))).push(jnp.ones(4), to_all=True)
+        TRANSPORTS["push"].psum(Axis(("data",), ((0, 2), (3, 1))), jnp.ones(4))
 
     monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
     monkeypatch.setattr(backend, "RUNS_MOSAIC", False)

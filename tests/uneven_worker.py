@@ -8,6 +8,7 @@ different numbers of rows without a mask, and with their numbers as weights.
 
 import sys
 import warnings
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -32,14 +33,16 @@ def check(found):
 
 
 def main(address, process):
-    from test_recipes import NAMES, RECIPES, START
+    from test_recipes import RECIPES, START
 
     jax.distributed.initialize(address, 2, process, shutdown_timeout_seconds=10)
-    found = {}
-    start = START.replace("device_count=8", "device_count=4")
+    found, start = {}, ModuleType("start")
+    sys.modules["start"] = start
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        exec(start + RECIPES[NAMES.index("uneven")], found)
+        exec(START.replace("device_count=8", "device_count=4"), vars(start))
+        exec(RECIPES["short_batches"], found)
+    found = vars(start) | found
     assert found["steps"] == 4 and len(found["own"]) == 4 - process and check(found)
 
     agreement.SHORT_PATIENCE = 1.0

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.explanation import Explanation, explain_plan
-from dynamiq_jax.compression.routes import Route, TwoLevels
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
@@ -25,11 +25,12 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
+from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
-from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical
-from dynamiq_jax.topologies.base import Transport
+from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical, Topology
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
+from dynamiq_jax.topologies.transports import TransportName
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
@@ -61,7 +62,7 @@ class Compression(Options):
       method: as ``compression`` of `psum`, a method or a function that chooses one for every leaf.
       topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
       transport: how payloads are sent, for a topology that does not say it: "collectives",
-        "permutes" or "push", see `dynamiq_jax.topologies.base.Transport`. Default: "permutes" in
+        "permutes" or "push", see `dynamiq_jax.topologies.transports`. Default: "permutes" in
         programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory. Over NVLink
         in one process, sums of medium size are "push", unless they run beside a backward pass;
         `explain` says up to which size.
@@ -84,7 +85,7 @@ class Compression(Options):
 
     method: Method | ByPath | None = None
     topology: AnyTopology | None = field(default=None, kw_only=True)
-    transport: Transport | None = field(default=None, kw_only=True)
+    transport: TransportName | None = field(default=None, kw_only=True)
     exclude: str | None = field(default=None, kw_only=True)
     min_leaf_size: int | None = field(default=None, kw_only=True)
     min_bucket_size: int | None = field(default=None, kw_only=True)
@@ -170,11 +171,12 @@ class Compression(Options):
         if here and (setting := slow_by_choice()) is not None:
             reason += f"; NVLink counts as slow, since the environment has {setting}"
         method = method.without_plan() if fast else method
-        runner = method
+        runner, flat = method, cast(Topology | None, topology)
         if topology is not None:
             inner, outer, n_inner = topology.levels(sizes)
             if n_inner > 1:
                 runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
+                flat = None
         limits = method.limits(self.limits, n_workers, fast_links=fast)
         pushed = None
         if fast and not overlaps:
@@ -182,8 +184,8 @@ class Compression(Options):
         if pushed is not None:
             reason += f"; sums of up to {pushed[1] >> 20} MiB by one push kernel for each bucket"
         in_bf16 = fast and self.method is None
-        route = Route(method, topology, sizes, runner, limits, reason, pushed, in_bf16)
-        runner.check(n_workers, route.flat)
+        route = Route(method, topology, sizes, runner, flat, limits, reason, pushed, in_bf16)
+        runner.check(n_workers, flat)
         return route
 
     def _pushed(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from dynamiq_jax.compression.routes import Route, TwoLevels
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.plan.plan import Plan
@@ -168,7 +168,7 @@ def explain_plan(
     pays = bool(plan.buckets) and n > 1
     errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
-    if not any(isinstance(route.runner, TwoLevels) for route in routes):
+    if all(route.runner is route.method for route in routes):
         outer = total  # one level: all bytes are those of its axes
     kernels = [route.method.kernels for route in routes]
     found = ways(plan, (total, outer), n) if pays else ()

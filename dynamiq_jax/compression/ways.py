@@ -209,7 +209,7 @@ def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndar
     route = bucket.route
     part = dataclasses.replace(bucket.leaves[0], shape=(-(-size // route.n_workers),))
     if gathers is not None:
-        route = dataclasses.replace(route, method=unless_plain(route.method, gathers))
+        route = route.by(unless_plain(route.method, gathers))
         return np.array(route.bits("all-gather", Bucket((part,)))) / 8
     whole = dataclasses.replace(part, shape=(route.n_workers * part.size,))
     return np.array(route.bits("reduce-scatter", Bucket((whole,)))) / 8

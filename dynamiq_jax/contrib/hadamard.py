@@ -70,7 +70,7 @@ def _hadamard_matrix(bits: int) -> np.ndarray:
     return matrix
 
 
-def _hadamard(x) -> Array:
+def hadamard(x) -> Array:
     """H x along the last axis, not normalized: H is a Kronecker product of small factors."""
     bits = x.shape[-1].bit_length() - 1
     count = -(-bits // _FACTOR_BITS)
@@ -84,9 +84,9 @@ def _hadamard(x) -> Array:
 
 def rotate(x: Float[Array, "*pieces D"], seed: UInt32[Array, " 2"]) -> Float[Array, "*pieces D"]:
     """The transform H diag(s) x / sqrt(D) of every piece, f32; the seed determines the signs s."""
-    return _hadamard(x * (_signs(x.shape, seed) / math.sqrt(x.shape[-1])))
+    return hadamard(x * (_signs(x.shape, seed) / math.sqrt(x.shape[-1])))
 
 
 def unrotate(r: Float[Array, "*pieces D"], seed: UInt32[Array, " 2"]) -> Float[Array, "*pieces D"]:
     """The inverse of `rotate` under the same seed, up to rounding."""
-    return _hadamard(r) * (_signs(r.shape, seed) / math.sqrt(r.shape[-1]))
+    return hadamard(r) * (_signs(r.shape, seed) / math.sqrt(r.shape[-1]))

@@ -72,9 +72,9 @@ class MinMax(PlainMethod):
         x = values.astype(jnp.float32).reshape(-1, self.bucket_size)
         finite = jnp.all(jnp.isfinite(x), axis=1)  # the least of numbers may be taken without NaN
         values = jnp.where(finite[:, None], jnp.clip(x, -MOST, MOST), 0.0)
-        offset = _as_bf16(jnp.min(values, axis=1), up=False)
+        offset = as_bf16(jnp.min(values, axis=1), up=False)
         span = jnp.max(values, axis=1) - offset
-        step = _as_bf16(jnp.where(span > LEAST_RANGE, span / top, 0.0), up=True)
+        step = as_bf16(jnp.where(span > LEAST_RANGE, span / top, 0.0), up=True)
         scaled = jnp.where(step > 0, 1.0 / jnp.where(step > 0, step, 1.0), 0.0)[:, None]
         # Rounded on its own, or a compiler may fuse it with the addition of the noise.
         scaled = lax.reduce_precision((values - offset[:, None]) * scaled, 8, 22)
@@ -96,7 +96,7 @@ class MinMax(PlainMethod):
         return (offset + levels.astype(jnp.float32) * step).reshape(-1)
 
 
-def _as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
+def as_bf16(x: Float[Array, " n"], *, up: bool) -> Float[Array, " n"]:
     """The next bf16 number, upwards or downwards."""
     bits = lanes.words_of(x)
     cut = bits & jnp.uint32(0xFFFF0000)

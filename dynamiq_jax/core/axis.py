@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-import pallas_kernels as pk
 from dynamiq_jax.core.compat import (
     assume_invarying,
     half_reduced_axes,
@@ -18,7 +17,6 @@ from dynamiq_jax.core.compat import (
     varying_axes,
     vmapped,
 )
-from dynamiq_jax.core.rounding import rounded_to
 
 AxisName = str | tuple[str, ...]
 """One mapped axis, or several that count as one; worker indices are in row-major order."""
@@ -60,6 +58,16 @@ class Axis:
         if self.groups is not None:
             return len(self.groups[0])
         return math.prod(map(lax.axis_size, self.names))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the axes by name, as push kernels take them."""
+        if self.groups is not None:
+            raise NotImplementedError(
+                f'transport="push" has no axis_index_groups, and got {self.groups}; '
+                'pass transport="permutes" or "collectives"'
+            )
+        return {name: lax.axis_size(name) for name in self.names}
 
     @property
     def index(self) -> Array:
@@ -186,33 +194,6 @@ class Axis:
     def all_to_all(self, tree: Any) -> Any:
         """Sends ``x[j]`` of every leaf to worker j; ``result[i]`` is from worker i."""
         return lax.all_to_all(tree, **self._grouped, split_axis=0, concat_axis=0, tiled=True)
-
-    def push(self, tree: Any, *, to_all: bool) -> Any:
-        """`all_to_all`, or `all_gather` if ``to_all``, of all leaves by one push kernel."""
-        sizes = self.pushed
-        return pk.exchange(self.to_varying(tree), sizes, to_all=to_all)
-
-    def psum_by_push(self, tree: Any) -> Any:
-        """`psum` by a push kernel; every worker adds up all terms, in f32 and in their order."""
-
-        def total(x: Array) -> Array:
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                return self.assume_invarying(jnp.sum(x, axis=0, dtype=x.dtype))
-            wide = jnp.float32 if x.dtype.itemsize < 4 else x.dtype
-            added = rounded_to(x.dtype, jnp.sum(x.astype(wide), axis=0))
-            return self.assume_invarying(added.astype(x.dtype))
-
-        return jax.tree.map(total, self.push(tree, to_all=True))
-
-    @property
-    def pushed(self) -> dict[str, int]:
-        """The axes and their sizes, in the form that push kernels need."""
-        if self.groups is not None:
-            raise NotImplementedError(
-                f'transport="push" has no axis_index_groups, and got {self.groups}; '
-                'pass transport="permutes" or "collectives"'
-            )
-        return {name: lax.axis_size(name) for name in self.names}
 
     def ppermute(self, tree: Any, permutation: list[tuple[int, int]]) -> Any:
         """`lax.ppermute` by (source, destination) pairs of all workers."""

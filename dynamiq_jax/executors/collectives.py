@@ -1,12 +1,8 @@
 """Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather.
 
-With `Topology.transport` "permutes" there are only ppermutes, one for each payload: a step in which
-all workers send to all becomes n - 1 permutations, and so does the gather of the sinks. With "push"
-one kernel does an all-reduce, if the codec supports it; else each exchange is one kernel.
+How payloads travel is the topology's transport (`topologies.transports`).
 """
 
-import functools
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
@@ -19,6 +15,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
 from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
+from dynamiq_jax.topologies.transports import Transport
 
 
 class _Received(NamedTuple):
@@ -37,51 +34,24 @@ def all_reduce(
     Returns the result of `ChunkCodec.decode` for all chunks, and the errors of this worker's
     encodings.
     """
-    if topology.transport == "push" and streams == 1 and codec.push is not None:
+    sends = topology.sends
+    if sends.reduces and streams == 1 and codec.push is not None:
         check_schedule(topology, axis.size)
         return axis.assume_invarying(codec.push(axis)), None
     stages = topology.stages(axis.size)
     last, me = len(stages) - 1, axis.index
     own = Encoder(last, sink_slot(stages, me), me)
     inputs, lost = _reduce(topology, codec, axis, streams)
-    permutes, result = topology.transport == "permutes", None
-    gather = _pushed_sinks if topology.transport == "push" else _gathered_sinks
-    gather = _permuted_sinks if permutes else gather
+    result = None
     for i, arrived in enumerate(inputs):
         chunk = (me * streams + i)[None]  # stream i of this worker's chunks
         payloads, lost = codec.encode(arrived, chunk, own, lost)
-        for sinks, owners in gather(payloads, axis):
+        for sinks, owners in sends.gather(axis, payloads):
             slots = jnp.broadcast_to(sink_slot(stages, owners), owners.shape)
             encoders = Encoder(last, slots, owners)
             result = codec.decode(sinks, owners * streams + i, encoders, result)
     assert result is not None
-    return axis.assume_invarying(result) if permutes else result, lost
-
-
-Sinks = Iterator[tuple[Payload, Int[Array, " c"]]]
-"""Payloads [c] of finished sums as they arrive, and their owners."""
-
-
-def _gathered_sinks(payloads: Payload, axis: Axis) -> Sinks:
-    # A gather brings a leading axis of workers; it replaces the axis of one chunk.
-    own = jax.tree.map(lambda x: x[0], payloads)
-    gathered = jax.tree.map(lambda x: axis.all_gather(x, to="invarying"), own)
-    yield gathered, jnp.arange(axis.size, dtype=jnp.int32)
-
-
-def _pushed_sinks(payloads: Payload, axis: Axis) -> Sinks:
-    gathered = axis.push(jax.tree.map(lambda x: x[0], payloads), to_all=True)
-    yield jax.tree.map(axis.assume_invarying, gathered), jnp.arange(axis.size, dtype=jnp.int32)
-
-
-def _permuted_sinks(payloads: Payload, axis: Axis) -> Sinks:
-    """Yields the worker's own payload first, while the others are sent."""
-    me, n_workers = axis.index, axis.size
-    yield payloads, me[None]
-    for by in range(1, n_workers):
-        # Every worker sends ``by`` places on, and gets from the worker ``by`` places before.
-        pairs = [(i, (i + by) % n_workers) for i in range(n_workers)]
-        yield axis.ppermute(payloads, pairs), ((me - by) % n_workers)[None]
+    return axis.assume_invarying(result) if sends.one_by_one else result, lost
 
 
 def reduce_scatter(topology: Topology, codec: ChunkCodec, axis: Axis, streams: int) -> Array:
@@ -103,11 +73,11 @@ def _reduce(
     """Collects, for each chunk of every worker, all payloads to be added to its own share."""
     n_workers = axis.size
     check_schedule(topology, n_workers)
-    run = _Run(codec, axis, n_workers, streams, topology.transport == "push")
+    run = _Run(codec, axis, n_workers, streams, topology.sends)
     held: list[list[_Received]] = [[] for _ in range(streams)]
     lost = codec.lost
     schedule = topology.schedule(n_workers)
-    if topology.transport == "permutes":
+    if topology.sends.one_by_one:
         schedule = permuted(schedule, n_workers)
     for rounds in schedule:
         looped = rounds.looped and rounds.length > 2
@@ -133,8 +103,7 @@ class _Run(NamedTuple):
     axis: Axis
     n_workers: int
     streams: int
-    push: bool
-    """Whether push kernels send payloads."""
+    sends: Transport
 
     def loop(
         self, rounds: Rounds, held: list[list[_Received]], lost: Array | None
@@ -194,10 +163,8 @@ class _Run(NamedTuple):
     def send(self, step: Step, payloads: Payload) -> Payload:
         """The payloads that this worker gets, with leading axes [k, c] as in `Arrived`."""
         if step.to is None:
-            by_kernel = functools.partial(self.axis.push, to_all=False)
-            exchange = by_kernel if self.push else self.axis.all_to_all
             # One payload of each of k = n senders, for the c = 1 chunk of this worker: [n, 1, ...].
-            return jax.tree.map(lambda x: x[:, None], exchange(payloads))
+            return jax.tree.map(lambda x: x[:, None], self.sends.exchange(self.axis, payloads))
         workers = np.arange(self.n_workers, dtype=np.int32)
         pairs = list(zip(workers.tolist(), step.to(workers).tolist(), strict=True))
         # The payloads of one sender, k = 1, for its c chunks: [1, c, ...].

@@ -13,11 +13,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax import Array
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
@@ -30,15 +30,10 @@ from dynamiq_jax.core.compat import (
     varying_axes,
     with_constants,
 )
+from dynamiq_jax.jaxprs.primitives import CUSTOM, JITS, REDUCTIONS, SUMS
+from dynamiq_jax.jaxprs.walk import Flow, equations_of, interpret, within
 
 REMEDY = "call dq.with_sharding_constraint in the place of JAX's function of this name"
-
-_INLINED = "jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"
-"""Primitives that run the first program in their parameters once. The last two are left where
-nothing is differentiated, as their rules have been applied before."""
-
-_CHECKPOINTS = "checkpoint", "remat2"
-"""Primitives of `jax.checkpoint`, which also run one program once."""
 
 _gathered: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "dynamiq_jax_gathered_axes", default=frozenset()
@@ -181,7 +176,7 @@ def lowers_otherwise(program: Any) -> bool:
     """
     return any(
         _retyped(equation)
-        for equation in _all_equations(program)
+        for equation in equations_of(program)
         if name_of(equation) == "custom_linear_solve"
     )
 
@@ -201,17 +196,13 @@ def _retyped(solve: JaxprEqn) -> bool:
 
 def _replay(program: Any, axis: Axis, args: Sequence[Any]) -> list[Any]:
     """Runs a program's equations under the map. All values in it are typed as varying."""
-    jaxpr, constants = with_constants(program)
-    known = dict(zip(jaxpr.constvars, axis.to_varying(list(constants)), strict=True))
-    known.update(zip(jaxpr.invars, args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return axis.to_varying(constant_of(atom)) if isinstance(atom, Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        made = _run(equation, axis, [read(atom) for atom in equation.invars])
-        known.update(zip(equation.outvars, axis.to_varying(list(made)), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return interpret(
+        program,
+        args,
+        lambda equation, operands: axis.to_varying(list(_run(equation, axis, operands))),
+        literal=lambda atom: axis.to_varying(constant_of(atom)),
+        constant=axis.to_varying,
+    )
 
 
 def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
@@ -224,7 +215,7 @@ def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
         operands = Axis(params["axes"]).to_varying(operands)
         return jax.lax.psum(operands, params["axes"], axis_index_groups=groups)
     programs = inner_jaxprs(equation)
-    if name in _INLINED and programs:
+    if name in JITS | CUSTOM and programs:
         return _replay(programs[0], axis, operands)
     if name == "shard_map":
         inner = functools.partial(_replay, params["jaxpr"], axis)
@@ -261,124 +252,63 @@ def _spec_of(params: dict[str, Any]) -> P:
     return P(*(P.UNCONSTRAINED if i in dims else entry for i, entry in enumerate(entries)))
 
 
-class _Varying(NamedTuple):
+_Axes = frozenset[str]
+
+
+class _Varying(Flow[_Axes]):
     """The axes over which results may vary, from the axes of arguments."""
 
-    choices: bool
-    """Whether those of a branch's index and of a loop's condition count."""
+    nothing = closed = _Axes()
 
-    def __call__(self, program: Any, args: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-        """The axes of a program's results."""
-        jaxpr, _ = with_constants(program)
-        none = frozenset[str]()
-        known = dict(zip(jaxpr.invars, args, strict=True))
-        read = lambda atom: none if isinstance(atom, Literal) else known.get(atom, none)
-        for equation in jaxpr.eqns:
-            found = self.after(equation, [read(atom) for atom in equation.invars])
-            known.update(zip(equation.outvars, found, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+    def __init__(self, choices: bool):
+        self.choices = choices
+        """Whether the axes of a branch's index and of a loop's condition count."""
 
-    def after(self, equation: JaxprEqn, operands: list[frozenset[str]]) -> list[frozenset[str]]:
-        """The axes of one equation's results."""
-        name, params, programs = name_of(equation), equation.params, inner_jaxprs(equation)
-        if name in (*_INLINED, *_CHECKPOINTS) and programs:
-            return self(programs[0], operands)
-        if name == "cond":
-            choice, *given = operands
-            found = zip(*(self(program, given) for program in programs), strict=True)
-            return [frozenset().union(*own, self.of_choice(choice)) for own in found]
-        if name == "scan":
-            return self.after_scan(equation, operands)
-        if name == "while":
-            return self.after_while(params, operands)
-        found = frozenset[str]().union(*operands)
-        if name in ("psum", "pmax", "pmin") and params.get("axis_index_groups") is None:
+    def join(self, facts: Sequence[_Axes]) -> _Axes:
+        """See `Flow`."""
+        return _Axes().union(*facts)
+
+    def chosen(self, facts: list[_Axes], choice: _Axes) -> list[_Axes]:
+        """See `Flow`."""
+        return [own | choice for own in facts] if self.choices else facts
+
+    def mapped(self, equation: JaxprEqn, operands: list[_Axes]) -> list[_Axes]:
+        """See `Flow`; the map's own axes count as they do for any other equation."""
+        return self.made(equation, operands)
+
+    def made(self, equation: JaxprEqn, operands: list[_Axes]) -> list[_Axes]:
+        """See `Flow`."""
+        found, name, params = self.join(operands), name_of(equation), equation.params
+        if name in SUMS and params.get("axis_index_groups") is None:
             found -= {*params["axes"]}
-        elif name == "axis_index":
-            found |= _names(params["axis_name"])
-        for own in (own for program in programs for own in _all_equations(program)):
+        for own in within(equation):
             if name_of(own) == "axis_index":
-                found |= _names(own.params["axis_name"])
+                named = own.params["axis_name"]
+                found |= {named} if isinstance(named, str) else {*named}
         return [found] * len(equation.outvars)
-
-    def of_choice(self, choice: frozenset[str]) -> frozenset[str]:
-        """The axes that a choice adds to what is chosen."""
-        return choice if self.choices else frozenset()
-
-    def after_scan(
-        self, equation: JaxprEqn, operands: list[frozenset[str]]
-    ) -> list[frozenset[str]]:
-        """The axes of a scan's last carry and of its rows."""
-        (program,) = inner_jaxprs(equation)
-        body, _ = with_constants(program)
-        # Versions of JAX say differently how many are which. Rows have an axis more outside.
-        same = lambda x, own: len(x.aval.shape) == len(own.aval.shape)
-        carried = sum(map(same, equation.outvars, body.outvars))
-        last = sum(map(same, equation.invars, body.invars))
-        first = last - carried
-        constants, rows = operands[:first], operands[last:]
-        step = lambda carry: self(program, [*constants, *carry, *rows])
-        return _after_loop(step, operands[first:last])
-
-    def after_while(
-        self, params: dict[str, Any], operands: list[frozenset[str]]
-    ) -> list[frozenset[str]]:
-        """The axes of a loop's last carry."""
-        first, last = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-
-        def step(carry: list[frozenset[str]]) -> list[frozenset[str]]:
-            (goes_on,) = self(params["cond_jaxpr"], [*operands[:first], *carry])
-            found = self(params["body_jaxpr"], [*operands[first:last], *carry])
-            return [own | self.of_choice(goes_on) for own in found]
-
-        return _after_loop(step, operands[last:])
 
 
 class _FromNothing(_Varying):
     """Which results are reduced from arrays without entries, from which arguments are."""
 
-    def after(self, equation: JaxprEqn, operands: list[frozenset[str]]) -> list[frozenset[str]]:
-        """See `_Varying`."""
-        name = name_of(equation)
-        if name == "shard_map":
-            return self(equation.params["jaxpr"], operands)
-        found = super().after(equation, operands)
+    mapped = Flow.mapped
+
+    def made(self, equation: JaxprEqn, operands: list[_Axes]) -> list[_Axes]:
+        """See `Flow`."""
         kinds: list[list[Any]] = [
             [x.aval for x in own] for own in (equation.invars, equation.outvars)
         ]
         given, made = ([math.prod(x.shape) for x in own] for own in kinds)
-        reduces = name.startswith(("reduce_", "arg", "dot_general"))
-        return [_NOTHING] * len(found) if reduces and 0 in given and 0 not in made else found
+        if name_of(equation).startswith(REDUCTIONS) and 0 in given and 0 not in made:
+            return [_NOTHING] * len(made)
+        return super().made(equation, operands)
 
 
-_NOTHING = frozenset({"no entries"})
+_NOTHING = _Axes({"no entries"})
 
 
 def reduced_from_nothing(program: Any) -> list[bool]:
     """For each result of a program, whether it depends on a reduction of an empty array."""
     jaxpr, _ = with_constants(program)
-    found = _FromNothing(choices=True)(program, [frozenset()] * len(jaxpr.invars))
+    found = _FromNothing(choices=True)(program, [_Axes()] * len(jaxpr.invars))
     return [_NOTHING <= own for own in found]
-
-
-def _after_loop(
-    step: Callable[[list[frozenset[str]]], list[frozenset[str]]], carry: list[frozenset[str]]
-) -> list[frozenset[str]]:
-    """The axes of a loop's last carry and of its rows, by ``step``, which gives those of one."""
-    while True:
-        found = step(carry)
-        after = [own | before for own, before in zip(found, carry, strict=False)]
-        if after == carry:
-            return [*carry, *found[len(carry) :]]
-        carry = after
-
-
-def _all_equations(program: Any) -> Iterator[JaxprEqn]:
-    for equation in with_constants(program)[0].eqns:
-        yield equation
-        for inner in inner_jaxprs(equation):
-            yield from _all_equations(inner)
-
-
-def _names(name: Any) -> frozenset[str]:
-    return frozenset((name,) if isinstance(name, str) else name)

@@ -8,7 +8,7 @@ terms become the rows of an array that the data axes split, and the derivative i
 No device sends anything.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,23 +18,14 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, with_constants
-
-_OWN = ("custom_vjp", "shard_map", "pure_callback", "io_callback")
-"""How primitives begin whose backward pass need not be linear, or may not be vmapped."""
-
-
-def within(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-    """An equation, and all equations inside of it."""
-    yield equation
-    for jaxpr in inner_jaxprs(equation):
-        for own in with_constants(jaxpr)[0].eqns:
-            yield from within(own)
+from dynamiq_jax.core.compat import evaluate, name_of
+from dynamiq_jax.jaxprs.primitives import OWN_DERIVATIVE
+from dynamiq_jax.jaxprs.walk import within
 
 
 def has_own_derivative(equation: JaxprEqn) -> bool:
     """Whether users may have written the derivative of an equation, or of one inside of it."""
-    return any(own.effects or name_of(own).startswith(_OWN) for own in within(equation))
+    return any(own.effects or name_of(own).startswith(OWN_DERIVATIVE) for own in within(equation))
 
 
 def is_inexact(x: Any) -> bool:

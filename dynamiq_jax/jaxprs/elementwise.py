@@ -21,28 +21,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, varying_axes, with_constants
-from dynamiq_jax.reduction.reduction import split_of, whole_shape
+from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, varying_axes
+from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, RESHAPES
+from dynamiq_jax.jaxprs.walk import interpret
 from dynamiq_jax.tree.padding import Padding
-from dynamiq_jax.tree.placement import axes_of
+from dynamiq_jax.tree.placement import axes_of, split_of, whole_shape
 
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e "
-    "cbrt ceil clamp clz complex conj convert_element_type copy cos cosh "
-    "digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
-    "integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min mul ne neg "
-    "nextafter not or polygamma population_count pow real reduce_precision regularized_incomplete_"
-    "beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin "
-    "sinh sqrt square stop_gradient sub tan tanh xor zeta".split()
-)
-"""Primitives whose results have at every place what follows from the operands at this place."""
-CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2 checkpoint closed_call".split())
-"""Primitives that run the program in their parameters once."""
-RESHAPES = frozenset("broadcast_in_dim reshape squeeze transpose slice rev".split())
-"""Primitives that make a uniform value of a uniform operand."""
 JAX = os.path.join(os.path.dirname(jax.__file__), "")
 REMEDIES = {
     "clip_by_global_norm": "Pass max_norm= to dq.optax.sharded in the place of it",
@@ -138,24 +125,18 @@ def on_slices(
 
 def _run(closed: Any, args: Sequence[_Value], source: JaxprEqn | None = None) -> list[_Value]:
     """The results of a program; ``source`` is the outermost equation that runs it."""
-    jaxpr, constants = with_constants(closed)
-    known = dict(zip(jaxpr.constvars, map(_value, constants), strict=True))
-    known |= zip(jaxpr.invars, args, strict=True)
-
-    def read(atom: Any) -> _Value:
-        dtype = atom.aval.dtype
-        return _value(np.asarray(atom.val, dtype)) if isinstance(atom, Literal) else known[atom]
-
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        made = _results(equation, operands, source or equation)
-        known |= zip(equation.outvars, made, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
+    return interpret(
+        closed,
+        args,
+        lambda equation, operands: _results(equation, operands, source or equation),
+        literal=lambda atom: _value(np.asarray(atom.val, atom.aval.dtype)),  # type: ignore[attr-defined]
+        constant=_value,
+    )
 
 
 def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> list[_Value]:
     """The results of one equation, which is in the ``source``, or is it."""
-    name, params = equation.primitive.name, equation.params
+    name, params = name_of(equation), equation.params
     shapes, made = ([x.aval.shape for x in xs] for xs in (equation.invars, equation.outvars))  # type: ignore
     if name in CALLS:
         return _run(inner_jaxprs(equation)[0], operands, source)

@@ -1,11 +1,16 @@
 """Which results of a traced program are its arguments, unchanged, and what others are made of."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import JaxprEqn, Var
 
 from dynamiq_jax.core.compat import evaluate_all, inner_jaxprs, name_of, with_constants
+from dynamiq_jax.jaxprs.primitives import SAME
+from dynamiq_jax.jaxprs.walk import Flow
+
+Takes = Callable[[JaxprEqn], Sequence[Any]]
+"""(equation) -> operands of it that matter."""
 
 
 def used_inputs(program: Any) -> set[int]:
@@ -14,6 +19,67 @@ def used_inputs(program: Any) -> set[int]:
     used = {x for equation in jaxpr.eqns for x in equation.invars if isinstance(x, Var)}
     used |= {x for x in jaxpr.outvars if isinstance(x, Var)}
     return {i for i, x in enumerate(jaxpr.invars) if x in used}
+
+
+DATA = -1
+"""The number of all values in a program that are not its inputs."""
+
+_Numbers = frozenset[int]
+
+
+class _Sources(Flow[_Numbers]):
+    """The numbers of the inputs of which a value is made; see `inputs_of`."""
+
+    nothing, closed = _Numbers(), _Numbers({DATA})
+
+    def __init__(self, watch: Callable[[_Numbers], None], takes: Takes, ends: str):
+        self.watch, self.takes, self.ends, self.settles = watch, takes, ends, False
+
+    def join(self, facts: Sequence[_Numbers]) -> _Numbers:
+        """See `Flow`."""
+        return _Numbers().union(*facts)
+
+    def after(self, equation: JaxprEqn, operands: list[_Numbers]) -> list[_Numbers]:
+        """See `Flow`."""
+        taken = self.takes(equation) if not self.settles else ()
+        for atom, sources in zip(equation.invars, operands, strict=True):
+            if any(atom is x for x in taken):
+                self.watch(sources)
+        return super().after(equation, operands)
+
+    def made(self, equation: JaxprEqn, operands: list[_Numbers]) -> list[_Numbers]:
+        """See `Flow`; unknown programs get the last operands."""
+        for program in inner_jaxprs(equation):
+            count = len(with_constants(program)[0].invars)
+            self(program, [*[self.nothing] * (count - len(operands)), *operands][-count:])
+        ends = name_of(equation) == self.ends
+        return [self.closed if ends else self.join(operands)] * len(equation.outvars)
+
+    def settled(
+        self, step: Callable[[list[_Numbers]], list[_Numbers]], carry: list[_Numbers]
+    ) -> tuple[list[_Numbers], list[_Numbers]]:
+        """See `Flow`; operands in a loop are seen when all that they are made of is known."""
+        before, self.settles = self.settles, True
+        found = super().settled(step, carry)
+        self.settles = before
+        step(found[0])
+        return found
+
+
+def inputs_of(program: Any, takes: Takes, *, alone: bool = False, ends: str = "") -> set[int]:
+    """The numbers of a program's inputs of which those operands are made that ``takes`` returns.
+
+    If ``alone``, operands count that are made of one input, and of nothing else in the program. The
+    results of the primitive ``ends`` count as data.
+    """
+    found: set[int] = set()
+
+    def watch(sources: _Numbers) -> None:
+        found.update(sources if not alone or len(sources) == 1 else ())
+
+    count = len(with_constants(program)[0].invars)
+    _Sources(watch, takes, ends)(program, [_Numbers({i}) for i in range(count)])
+    return found - {DATA}
 
 
 class Evaluable(NamedTuple):
@@ -49,8 +115,41 @@ def evaluable(program: Any, count: int) -> Evaluable:
     return Evaluable(program, kept[::-1], results, needed)
 
 
-_SAME_VALUE = {"pcast", "pvary", "copy", "copy_p", "optimization_barrier", "assume_invarying"}
-"""Primitives whose result number i has the value of operand number i."""
+class _Row(NamedTuple):
+    """One row of an argument, or of rows."""
+
+    of: "_Argument"
+    scan: int
+    """The `id` of the scan that takes it."""
+
+
+_Argument = int | _Row | None
+
+
+class _Passed(Flow[_Argument]):
+    """Which argument a value is; `None`: none of them."""
+
+    def join(self, facts: Sequence[_Argument]) -> _Argument:
+        """See `Flow`."""
+        return facts[0] if len({*facts}) == 1 else None
+
+    def made(self, equation: JaxprEqn, operands: list[_Argument]) -> list[_Argument]:
+        """See `Flow`."""
+        return operands if name_of(equation) in SAME else [None] * len(equation.outvars)
+
+    def row(self, scan: JaxprEqn, fact: _Argument) -> _Argument:
+        """See `Flow`."""
+        return None if fact is None else _Row(fact, id(scan))
+
+    def rows(self, scan: JaxprEqn, fact: _Argument) -> _Argument:
+        """See `Flow`; a row of another scan is the same in each turn of this one."""
+        return fact.of if isinstance(fact, _Row) and fact.scan == id(scan) else None
+
+    def mapped(self, equation: JaxprEqn, operands: list[_Argument]) -> list[_Argument]:
+        """See `Flow`; a value that a map takes apart must be put together as it was."""
+        before, after = equation.params["in_specs"], equation.params["out_specs"]
+        pairs = zip(self(equation.params["jaxpr"], range(len(before))), after, strict=True)
+        return [operands[x] if isinstance(x, int) and before[x] == y else None for x, y in pairs]
 
 
 def passed_arguments(program: Any) -> list[int | None]:
@@ -58,60 +157,5 @@ def passed_arguments(program: Any) -> list[int | None]:
 
     Calls, such as `jax.checkpoint` and `jax.jit`, loops and branches are looked through.
     """
-    jaxpr, _ = with_constants(program)
-    known: dict[Any, int] = {x: number for number, x in enumerate(jaxpr.invars)}
-
-    def number_of(x: Any) -> int | None:
-        return known.get(x) if isinstance(x, Var) else None
-
-    for equation in jaxpr.eqns:
-        for result, operand in zip(equation.outvars, _operands(equation), strict=True):
-            number = None if operand is None else number_of(equation.invars[operand])
-            if number is not None:
-                known[result] = number
-    return [number_of(x) for x in jaxpr.outvars]
-
-
-def _operands(equation: JaxprEqn) -> list[int | None]:
-    """For every result of an equation, the number of the operand that it is, or `None`."""
-    name, options, inner = name_of(equation), equation.params, inner_jaxprs(equation)
-    unknown: list[int | None] = [None] * len(equation.outvars)
-    if name in _SAME_VALUE:
-        return [*range(len(equation.outvars))]
-    if not inner:
-        return unknown
-    if name == "while":
-        # Operands: the condition's constants, the body's constants, the carry. The body does not
-        # get the first of these, and its results are the carry.
-        own = passed_arguments(options["body_jaxpr"])
-        body, _ = with_constants(options["body_jaxpr"])
-        first, before = len(body.invars) - len(own), len(equation.invars) - len(body.invars)
-        return [before + first + i if x == first + i else None for i, x in enumerate(own)]
-    if name == "cond":
-        branches = zip(*map(passed_arguments, inner), strict=True)
-        # Operand 0 is the number of the branch.
-        return [1 + x[0] if x[0] is not None and {*x} == {x[0]} else None for x in branches]
-    if len(inner) > 1:
-        return unknown
-    own, (jaxpr, _) = passed_arguments(inner[0]), with_constants(inner[0])
-    if (len(jaxpr.invars), len(own)) != (len(equation.invars), len(unknown)):
-        return unknown
-    if name == "scan":
-        # Operands: constants, the carry, then arrays of which every iteration takes one row. The
-        # results are the carry, then arrays of rows. Rows have one dimension less in the loop.
-        rows = len(jaxpr.invars) - _n_rows(equation.invars, jaxpr.invars)
-        carry = len(own) - _n_rows(equation.outvars, jaxpr.outvars)
-        first = rows - carry
-        return [
-            x if x is not None and (x == first + i if i < carry else x >= rows) else None
-            for i, x in enumerate(own)
-        ]
-    if name == "shard_map":
-        before, after = options["in_specs"], options["out_specs"]
-        return [x if x is not None and before[x] == after[i] else None for i, x in enumerate(own)]
-    return own
-
-
-def _n_rows(whole: Sequence[Any], rows: Sequence[Any]) -> int:
-    """The number of arrays of which a scan's body takes one row."""
-    return sum(x.aval.ndim > y.aval.ndim for x, y in zip(whole, rows, strict=True))
+    found = _Passed()(program, range(len(with_constants(program)[0].invars)))
+    return [x if isinstance(x, int) else None for x in found]

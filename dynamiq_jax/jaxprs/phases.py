@@ -26,23 +26,10 @@ import jax
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, with_constants
+from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of
 from dynamiq_jax.core.warned import warn
-
-COLLECTIVES = frozenset(
-    "psum psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_gather_reduced "
-    "all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter ragged_all_to_all".split()
-)
-"""Names of JAX's primitives. One that is not here counts as computation: less runs beside it."""
-
-CALLS = frozenset("jit custom_jvp_call custom_vjp_call remat2".split())
-"""Names of primitives that do what their only jaxpr does: its collectives are rounds."""
-
-WHOLE = frozenset("scan while cond shard_map".split())
-"""Names of primitives whose collectives count as one round: loops, branches and maps."""
-
-VIEWS = frozenset("reshape slice squeeze".split())
-"""Names of primitives that compute nothing. XLA joins them with what takes their results."""
+from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, VIEWS, collective_of
+from dynamiq_jax.jaxprs.walk import interpret, within
 
 SMALL = 2**15
 """Bytes of an all-reduce that is not worth a round: a norm's scales, not a layer's statistics."""
@@ -140,28 +127,22 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
         rounds[slot] = round_number
         return slot
 
+    def constant(value: Any) -> Slot:
+        constants[slot := fresh(0)] = value
+        return slot
+
     def walk(closed: Any, given: Sequence[Slot | Literal], scope: str) -> list[Slot | Literal]:
-        jaxpr, consts = with_constants(closed)
-        known: dict[Any, Slot | Literal] = dict(zip(jaxpr.invars, given, strict=True))
-        for variable, value in zip(jaxpr.constvars, consts, strict=True):
-            known[variable] = slot = fresh(0)
-            constants[slot] = value
-
-        def read(atom: Any) -> Slot | Literal:
-            return atom if isinstance(atom, Literal) else known[atom]
-
-        for equation in jaxpr.eqns:
-            own = tuple(map(read, equation.invars))
-            moves = _moves(equation)
+        def rule(equation: JaxprEqn, own: list[Slot | Literal]) -> Sequence[Slot | Literal]:
+            moves = any(map(is_collective, within(equation)))
             if moves and (called := _called(equation)) is not None:
                 inside = str(equation.source_info.name_stack)
-                made = walk(called, own, "/".join(filter(None, (scope, inside))))
-            else:
-                number = max((rounds[slot] for slot in slots(own)), default=0)
-                made = [fresh(number + moves) for _ in equation.outvars]
-                operations.append(Operation(equation, own, tuple(made), number, moves, scope))
-            known.update(zip(equation.outvars, made, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+                return walk(called, own, "/".join(filter(None, (scope, inside))))
+            number = max((rounds[slot] for slot in slots(own)), default=0)
+            made = [fresh(number + moves) for _ in equation.outvars]
+            operations.append(Operation(equation, tuple(own), tuple(made), number, moves, scope))
+            return made
+
+        return interpret(closed, given, rule, literal=lambda atom: atom, constant=constant)
 
     makes = walk(closed, takes, "")
     early, late = _without_late(operations, small)
@@ -229,7 +210,7 @@ def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Ope
 
     def unchanged(slot: Slot) -> Slot:
         """The slot whose values this slot's values are."""
-        while slot in source and source[slot].equation.primitive.name in VIEWS:
+        while slot in source and name_of(source[slot].equation) in VIEWS:
             (slot,) = slots(source[slot].takes)
         return slot
 
@@ -276,7 +257,7 @@ def _without_late(
     ends: set[int] = set()  # the numbers of small sums that no collective depends on
     for number, op in reversed([*enumerate(operations)]):
         if op.moves or not leads.isdisjoint(op.makes):
-            sums = op.equation.primitive.name in ("psum", "psum_invariant")
+            sums = collective_of(name_of(op.equation)) == "psum"
             if sums and leads.isdisjoint(op.makes) and _bytes(op.equation) <= small:
                 ends.add(number)
             leads.update(slots(op.takes))
@@ -299,7 +280,7 @@ def _without_views(
     wanted = set(slots(results))
     computed, views = [], []
     for op in reversed(operations):
-        if op.equation.primitive.name not in VIEWS or not needed.isdisjoint(op.makes):
+        if name_of(op.equation) not in VIEWS or not needed.isdisjoint(op.makes):
             computed.append(op)
             needed.update(slots(op.takes))
         elif not wanted.isdisjoint(op.makes):
@@ -394,19 +375,17 @@ class Progress:
         self.computed = False
 
 
-def _moves(equation: JaxprEqn) -> bool:
-    """Whether there is a collective in it."""
-    if equation.primitive.name in COLLECTIVES:
-        return True
-    return any(_moves(own) for jaxpr in inner_jaxprs(equation) for own in jaxpr.eqns)
+def is_collective(equation: JaxprEqn) -> bool:
+    """Whether an equation is a collective itself."""
+    return collective_of(name_of(equation)) is not None
 
 
 def _called(equation: JaxprEqn) -> Any:
     """The jaxpr that a call runs; `None` for other equations, with a warning if one is unknown."""
-    name = equation.primitive.name
+    name = name_of(equation)
     if name in CALLS:
         return inner_jaxprs(equation)[0]
-    if name not in COLLECTIVES | WHOLE:
+    if not is_collective(equation) and name not in CONTROL:
         warn(
             f"JAX's primitive {name!r} has collectives in it and is not known to this version of "
             "dynamiq_jax: they count as one round, and less runs beside them",

@@ -6,7 +6,7 @@ products with examples. `per_use` runs the jaxpr of a loss that was traced with 
 runs with two twins of each parameter:
 
 * the *typed* twin goes through operations on parameters alone (`derived`). It meets examples in
-  equations of `RULES` if JAX has a rule for these very types, and in loops, branches and
+  equations of `TYPED` if JAX has a rule for these very types, and in loops, branches and
   checkpoints;
 * the *plain* twin serves all other equations. JAX sums its gradient, exactly.
 
@@ -19,7 +19,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,24 +41,13 @@ from dynamiq_jax.jaxprs.derived import (
     has_own_derivative,
     is_inexact,
     keeps_terms,
-    within,
 )
+from dynamiq_jax.jaxprs.primitives import CHECKPOINTS, JITS, MAP, ON_AUTO, TYPED
+from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts, within
 from dynamiq_jax.tree.placement import axes_of
 
 if TYPE_CHECKING:
     from dynamiq_jax.training.explicit_shards import Gather
-
-RULES = frozenset(
-    "broadcast_in_dim convert_element_type copy dot_general dynamic_slice expand_dims gather "
-    "reshape slice squeeze transpose".split()
-)
-"""Primitives for which JAX may have rules for typed values, forwards and backwards."""
-
-ON_AUTO = frozenset("conv_general_dilated dot_general gather".split())
-"""Primitives whose gradients are terms on Auto axes too, if data axes split the result."""
-
-INLINED = frozenset("jit pjit closed_call core_call".split())
-"""Primitives that only run the program in their parameters, once."""
 
 SMALL = 4096
 """The size of a gradient up to which JAX may sum it without a warning."""
@@ -131,29 +119,23 @@ def parameter(typed: Array | None, plain: Array, number: int, uses: Uses) -> Val
 
 def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
     """Runs a jaxpr."""
-    jaxpr, constants = with_constants(closed)
-    known: dict[Any, Value] = {}
-    for variable, x in zip(jaxpr.constvars, constants, strict=True):
+    kept = kept_here(closed, uses.axes)
+
+    def constant(x: Any) -> Value:
         own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
-        known[variable] = value_of(own, isinstance(x, Tracer))
-    known.update(zip(jaxpr.invars, values, strict=True))
-    kept = kept_here(jaxpr, uses.axes)
+        return value_of(own, isinstance(x, Tracer))
 
-    def read(atom: Any) -> Value:
-        return value_of(atom.val, False) if isinstance(atom, Literal) else known[atom]
+    def rule(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        if name_of(equation) in JITS:
+            return per_use(inner_jaxprs(equation)[0], operands, uses)
+        if gather := gather_of(equation):
+            return _gathered(gather, operands, uses)
+        if any(x.data for x in operands) or _has_gathers(equation):
+            return _with_data(equation, operands, uses)
+        return _of_parameters(equation, operands, id(equation) in kept)
 
-    for equation in jaxpr.eqns:
-        operands = [read(atom) for atom in equation.invars]
-        if name_of(equation) in INLINED:
-            made = per_use(inner_jaxprs(equation)[0], operands, uses)
-        elif gather := gather_of(equation):
-            made = _gathered(gather, operands, uses)
-        elif any(x.data for x in operands) or _has_gathers(equation):
-            made = _with_data(equation, operands, uses)
-        else:
-            made = _of_parameters(equation, operands, id(equation) in kept)
-        known.update(zip(equation.outvars, made, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    literal = lambda atom: value_of(atom.val, False)
+    return interpret(closed, values, rule, literal=literal, constant=constant)
 
 
 gathered_p = Primitive("gathered_by_dynamiq_jax")
@@ -217,7 +199,7 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
         plain = [x.plain() for x in operands]
         for x, own in zip(operands, plain, strict=True):
             # Of an expert that data axes split no other worker has terms.
-            apart = name == "shard_map" and axes_of(jax.typeof(own).sharding.spec) >= uses.axes
+            apart = name == MAP and axes_of(jax.typeof(own).sharding.spec) >= uses.axes
             if x.leaves and not x.data and not apart and own.size >= SMALL:
                 for leaf in x.leaves:
                     uses.native.setdefault(leaf, x.broken or name)
@@ -239,7 +221,7 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
             return evaluate(equation, *twins)  # on Auto axes, where the compiler has every rule
         if _same_types(equation, twins):
             return evaluate(equation, *twins)  # JAX has taken these very types
-        if name in RULES:
+        if name in TYPED:
             return _by_rule(equation, operands)
     except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
@@ -251,7 +233,7 @@ def _same_types(equation: JaxprEqn, operands: list[Any]) -> bool:
     before: list[Any] = [variable.aval for variable in equation.invars]
     reduced = lambda x: x.sharding.spec.reduced
     same = all(reduced(x) == reduced(jax.typeof(y)) for x, y in zip(before, operands, strict=True))
-    return name_of(equation) == "shard_map" and same
+    return name_of(equation) == MAP and same
 
 
 def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
@@ -317,7 +299,7 @@ def _derived(equation: JaxprEqn, operands: list[Value], kept: bool) -> Sequence[
         return none
     if name_of(equation) == "reshard":
         return _resharded(equation, operands[0], kept)
-    if name_of(equation) in RULES and all(map(is_inexact, equation.outvars)):
+    if name_of(equation) in TYPED and all(map(is_inexact, equation.outvars)):
         with contextlib.suppress(*refusals()):
             if (found := _by_rule(equation, operands)) is not None:
                 return found
@@ -355,7 +337,7 @@ def unrolled_in_part(jaxpr: Any) -> bool:
         is_typed = any(spec.reduced or spec.unreduced for spec in specs)
         return is_typed and 1 < equation.params["unroll"] < equation.params["length"]
 
-    return any(refused(own) for own in chain.from_iterable(map(within, jaxpr.eqns)))
+    return any(map(refused, equations_of(jaxpr)))
 
 
 def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
@@ -406,7 +388,7 @@ def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
             return None
         if name_of(equation) in ON_AUTO:
             found += equation.outvars
-        elif name_of(equation) in INLINED:
+        elif name_of(equation) in JITS:
             inner = with_constants(inner_jaxprs(equation)[0])[0]
             (place,) = (i for i, atom in enumerate(equation.invars) if atom is variable)
             made = _results_of_uses(inner, inner.invars[place])
@@ -542,15 +524,7 @@ def _checkpoint(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[A
 
 def _scan(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
     params = equation.params
-    body_of = with_constants(params["jaxpr"])[0]
-    # Rows and stacked results have one dimension more outside of the body; carries come first of
-    # the results, and constants first of the operands.
-    rank = lambda variable: len(variable.aval.shape)
-    pairs = zip(equation.invars, body_of.invars, strict=True)
-    n_rows = sum(rank(outer) > rank(own) for outer, own in pairs)
-    pairs = zip(equation.outvars, body_of.outvars, strict=True)
-    n_carry = sum(rank(outer) == rank(own) for outer, own in pairs)
-    n_consts = len(operands) - n_rows - n_carry
+    n_consts, n_carry = scan_parts(equation)
     # What a loop carries is plain: its type would have to be that of the first carry.
     carries = [x.plain() for x in operands[n_consts : n_consts + n_carry]]
     others = [*operands[:n_consts], *operands[n_consts + n_carry :]]
@@ -632,8 +606,7 @@ def _cond(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
 
 
 _RUNNERS: dict[str, Callable[[JaxprEqn, list[Value], Uses], list[Any]]] = {
-    "checkpoint": _checkpoint,
-    "remat2": _checkpoint,
+    **dict.fromkeys(CHECKPOINTS, _checkpoint),
     "scan": _scan,
     "cond": _cond,
 }

@@ -228,6 +228,19 @@ class Method(Options, ABC):
         """Bits a worker sends to scatter n slices of ``size``; without topology, to gather them."""
         raise NotImplementedError
 
+    def scatter_bits(self, size: int, n_workers: int, topology: Topology | None) -> tuple[int, int]:
+        """Bits a worker sends to scatter n slices of ``size``, and those that cross outer axes."""
+        bits = self.sharded_wire_bits(size, n_workers, topology)
+        return bits, bits
+
+    def gather_bits(self, size: int, n_workers: int) -> tuple[int, int]:
+        """Bits a worker sends to gather slices of ``size``, and those that cross outer axes."""
+        return self.scatter_bits(size, n_workers, None)
+
+    def exchanges(self, n_workers: int) -> bool:
+        """Whether `all_to_all` takes it: it encodes blocks without an agreement of workers."""
+        return False
+
     def seed_bits(
         self,
         size: int,

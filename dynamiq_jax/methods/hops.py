@@ -5,6 +5,7 @@ computed from this (`share`), and how a worker's gradient is then encoded (`code
 collectives.
 """
 
+import functools
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -102,11 +103,11 @@ class HopMethod(TellsLosses):
         """The shared values, after the small all-reduce of the messages."""
         message = self.measure(x, layout)
         if message is not None:
-            reduce, topology = f"p{self.agreement}", call.topology
-            if topology is not None and topology.transport == "push" and reduce == "psum":
+            topology, reduce = call.topology, getattr(call.axis, f"p{self.agreement}")
+            if topology is not None and self.agreement == "sum":
                 check_schedule(topology, call.n_workers)
-                reduce = "psum_by_push"
-            message = getattr(call.axis, reduce)(message)
+                reduce = functools.partial(topology.sends.psum, call.axis)
+            message = reduce(message)
         shared = self.share(message, layout, call)
         if self.debug_checks:
             assert_same_on_workers(shared, call.axis, "the plan")

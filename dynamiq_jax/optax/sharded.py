@@ -47,7 +47,7 @@ from dynamiq_jax.optax.outside import on_auto_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
-from dynamiq_jax.reduction.reduction import Reduction, gathers_of, split_of, whole_shape
+from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
 from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
@@ -57,6 +57,8 @@ from dynamiq_jax.tree.placement import (
     flat_specs,
     names_of,
     placement_of,
+    split_of,
+    whole_shape,
 )
 
 

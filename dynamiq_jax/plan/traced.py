@@ -14,13 +14,11 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
+from dynamiq_jax.jaxprs.primitives import MAP, SUMS, collective_of
 
 Sent = collections.Counter[tuple[str, bool]]
 """Bytes that one worker sends, by scope ('': none), and by whether they are floats of 16 bits,
 which XLA widens on CPUs."""
-
-_PARTS = ("all_gather", "all_to_all", "reduce_scatter", "ppermute")
-_SUMS = ("psum", "pmax", "pmin")
 
 
 def bytes_by_scope(jaxpr: Any, prefix: str) -> Sent:
@@ -36,14 +34,14 @@ def bytes_by_scope(jaxpr: Any, prefix: str) -> Sent:
         for equation in with_constants(jaxpr)[0].eqns:
             names = pattern.findall(str(equation.source_info.name_stack))
             own = names[-1] if names else scope
-            if _kind(equation) is not None:
+            if collective_of(name_of(equation)) is not None:
                 for atom in equation.invars:
                     dtype = atom.aval.dtype  # type: ignore[attr-defined]
                     narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
                     found[own, narrow] += _sent(equation, atom, sizes)  # type: ignore[assignment]
                 continue
             inside = sizes
-            if name_of(equation) == "shard_map":
+            if name_of(equation) == MAP:
                 inside = {**sizes, **equation.params["mesh"].shape}
             parts = [walk(inner, inside, own) for inner in inner_jaxprs(equation)]
             if name_of(equation) == "cond":
@@ -57,16 +55,9 @@ def bytes_by_scope(jaxpr: Any, prefix: str) -> Sent:
     return walk(jaxpr, {}, "")
 
 
-def _kind(equation: JaxprEqn) -> str | None:
-    """The collective that an equation is; JAX has variants of some for types of results."""
-    name = name_of(equation).removesuffix("_invariant").removesuffix("_reduced")
-    name = name.removeprefix("unreduced_")
-    return name if name in (*_SUMS, *_PARTS) else None
-
-
 def _sent(equation: JaxprEqn, atom: Any, sizes: Mapping[str, int]) -> float:
     """Bytes that one worker sends of an operand of a collective."""
-    kind, params = _kind(equation), equation.params
+    kind, params = collective_of(name_of(equation)), equation.params
     axes = params.get("axes", params.get("axis_name", ()))
     axes = axes if isinstance(axes, tuple) else (axes,)
     groups = params.get("axis_index_groups")
@@ -77,4 +68,4 @@ def _sent(equation: JaxprEqn, atom: Any, sizes: Mapping[str, int]) -> float:
         return given * len(moves) / max(n, 1)
     if kind == "all_gather":
         return (n - 1) * given
-    return (2 if kind in _SUMS else 1) * given * (n - 1) / max(n, 1)
+    return (2 if kind in SUMS else 1) * given * (n - 1) / max(n, 1)

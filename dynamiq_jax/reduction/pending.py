@@ -26,9 +26,10 @@ from jax import Array, lax
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.reduction.reduction import Reduction, Split
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.padding import Padding
+from dynamiq_jax.tree.placement import Split
 
 _taken: set[AxisName] = set()
 """The axes over which this process has traced something that takes pending differences."""

@@ -6,8 +6,7 @@ all-reduced over the other axes. `Reduction.gather` gathers the shards.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast, get_args
 
 import jax
@@ -46,25 +45,18 @@ from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.padding import Padding, padding_of
 from dynamiq_jax.tree.placement import (
+    Split,
     axes_of,
     bucket_axes,
     flat_specs,
     n_parts,
     names_of,
     part,
+    split_of,
     surroundings,
     told_specs,
+    whole_shape,
 )
-
-Split = tuple[tuple[int, tuple[str, ...]], ...]
-"""The dimensions of a leaf that data axes split, each with its axes."""
-
-
-def split_of(spec: P, axes: tuple[str, ...]) -> Split:
-    """How ``axes`` split a leaf."""
-    own = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
-    return tuple((dimension, names) for dimension, names in enumerate(own) if names)
-
 
 Step = tuple[Dimensions, tuple[str, ...]]
 """Along which dimensions of the leaves a collective over some axes cuts or joins them."""
@@ -101,12 +93,6 @@ def warn_of_gather(gathered: list[Leaf], remedy: str, what: str = "parameters") 
             f"{len(gathered)} sharded {what} are gathered before the loss, "
             f"{nbytes:,} bytes on every device; to hold one layer at a time {remedy}",
         )
-
-
-def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The shape of a leaf, from that of one shard."""
-    counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
-    return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))
 
 
 GATHERS = 1 << 31

@@ -22,25 +22,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
 from dynamiq_jax.fields import Options, check_fields
+from dynamiq_jax.topologies.transports import TRANSPORTS, Transport, TransportName
 
 Worker = Any
 """The index of a worker: an int, or an array of int32 (JAX's or NumPy's) of any shape."""
-
-
-Transport = Literal["collectives", "permutes", "push"]
-"""How payloads are sent. "collectives": an all-to-all or an all-gather, if all workers send to all.
-"permutes": one ppermute for every payload, which is sent as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.core.xla`). "push": kernels write into the memory of the other
-GPUs. If the codec supports it, one kernel does an all-reduce of one stream
-(`pallas_kernels.all_reduce`); else each exchange is one kernel (`pallas_kernels.exchange`). Push
-kernels share a CUDA stream with all other kernels, which wait for them. Push needs one process, up
-to 8 GPUs (Hopper or newer), a mesh of the first GPUs in their order, and steps in which all workers
-send to all."""
 
 
 class Stage(NamedTuple):
@@ -123,7 +113,7 @@ MOST_CHECKED = 1024
 def check_schedule(topology: "Topology", n_workers: int) -> None:
     """Refuses a schedule unless it sends each worker's share of each chunk to the owner once."""
     steps = steps_of(topology.schedule(n_workers))
-    if topology.transport == "push" and any(step.to is not None for step in steps):
+    if not topology.sends.to_one and any(step.to is not None for step in steps):
         raise ValueError(
             f"{topology!r} sends from one worker to one other, and push kernels send to all; pass "
             'topology=dq.Direct(transport="push"), or transport="permutes"'
@@ -191,13 +181,13 @@ class Topology(Options, ABC):
       balance: the additional bits per coordinate that the stages before the last get, compared with
         the last stage; the average is always the method's ``bits``. `None`:
         `dynamiq_jax.methods.dynamiq.allocation` distributes the bits.
-      transport: see `dynamiq_jax.topologies.base.Transport`; `None`: chosen by
+      transport: see `dynamiq_jax.topologies.transports`; `None`: chosen by
         `dynamiq_jax.topologies.choice`.
     """
 
     streams: int | None = None
     balance: float | None = None
-    transport: Transport | None = None
+    transport: TransportName | None = None
 
     def __post_init__(self):
         """Refuses fields of a wrong type, fewer than one stream, and balances beyond 16 bits."""
@@ -246,7 +236,12 @@ class Topology(Options, ABC):
         """The topology for the axes ``names``, a subset of all ``axes``."""
         return self
 
-    def with_transport(self, transport: Transport) -> Self:
+    @property
+    def sends(self) -> Transport:
+        """How payloads travel: the option `transport`, by default XLA's collectives."""
+        return TRANSPORTS[self.transport or "collectives"]
+
+    def with_transport(self, transport: TransportName) -> Self:
         """The topology with this transport, unless it names another one."""
         return dataclasses.replace(self, transport=self.transport or transport)
 

@@ -23,11 +23,11 @@ import jax
 
 from dynamiq_jax.core.links import in_one_domain
 from dynamiq_jax.core.xla import between_hosts, copy_engines
-from dynamiq_jax.topologies.base import Transport
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical, across_hosts
 from dynamiq_jax.topologies.ring import Ring
+from dynamiq_jax.topologies.transports import TransportName
 
 COPYING = 4
 """The largest number of workers for which copy engines send payloads. A sum of 32 MiB takes 377 µs
@@ -70,7 +70,7 @@ def automatic(sizes: tuple[int, ...], *, here: bool = True) -> tuple[AnyTopology
 
 def with_transport(
     topology: AnyTopology,
-    transport: Transport | None = None,
+    transport: TransportName | None = None,
     *,
     n_workers: int,
     here: bool = True,

@@ -33,9 +33,7 @@ class Direct(Topology):
 
     def chunks_per_worker(self, size: int) -> int:
         """The option `streams`, or the default that the class documents."""
-        limits = {"collectives": (4, 2**26), "permutes": (2, 2**27), "push": (1, 1)}
-        most, worth = limits[self.transport or "collectives"]
-        return self.streams_for(size, most, worth)
+        return self.streams_for(size, *self.sends.streams)
 
     def schedule(self, n_workers: int) -> Schedule:
         """One step."""

@@ -5,10 +5,11 @@ import math
 from dataclasses import dataclass
 
 from dynamiq_jax.fields import Options
-from dynamiq_jax.topologies.base import Levels, Topology, Transport
+from dynamiq_jax.topologies.base import Levels, Topology
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.ring import Ring
+from dynamiq_jax.topologies.transports import TransportName
 
 MANY = 8
 """The number of workers beyond which payloads are too small to be sent one after the other.
@@ -82,7 +83,7 @@ class Hierarchical(Options):
             return self.inner
         return self if names[-1:] == axes[-1:] else self.outer
 
-    def with_transport(self, transport: Transport) -> "Hierarchical":
+    def with_transport(self, transport: TransportName) -> "Hierarchical":
         """The hierarchy with this transport on both levels, unless a level names another one."""
         inner, outer = (
             level and level.with_transport(transport) for level in (self.inner, self.outer)

@@ -23,7 +23,7 @@ from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, r
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import share_of, weigh
-from dynamiq_jax.reduction.reduction import Reduction, split_of, warn_of_gather
+from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
@@ -39,6 +39,7 @@ from dynamiq_jax.tree.placement import (
     part,
     placement_of,
     restrict_spec,
+    split_of,
 )
 
 

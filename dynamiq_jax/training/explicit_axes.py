@@ -30,6 +30,7 @@ from dynamiq_jax.core.explicit import (
 from dynamiq_jax.core.meshes import resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, gathered_over
+from dynamiq_jax.jaxprs.passing import inputs_of
 from dynamiq_jax.jaxprs.uses import (
     Uses,
     kept_on_auto,
@@ -53,7 +54,6 @@ from dynamiq_jax.training.explicit_shards import (
     MARKS,
     gathered_before,
     gathers,
-    inputs_of,
 )
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves

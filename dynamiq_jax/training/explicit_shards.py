@@ -8,7 +8,7 @@ there the loss is traced with a mark in the place of the gather.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,6 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
 from dynamiq_jax.core.explicit import traced_for
 from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.seeds import check_key, key_words
@@ -39,45 +38,6 @@ MARKS = 2
 
 SCOPE = "gathered_by_dynamiq_jax"
 """The scope of every gather in a program, by which `gathers` finds it."""
-
-DATA = -1
-"""The number of all values in a program that are not its inputs."""
-
-
-def inputs_of(
-    jaxpr: Any,
-    takes: Callable[[JaxprEqn], Sequence[Any]],
-    *,
-    alone: bool = False,
-    ends: str = "",
-) -> set[int]:
-    """The numbers of a program's inputs of which those operands are made that ``takes`` returns.
-
-    If ``alone``, operands count that are made of one input, and of nothing else in the program. The
-    results of the primitive ``ends`` count as data.
-    """
-    found: set[int] = set()
-
-    def walk(jaxpr: Any, known: dict[Any, frozenset[int]]) -> None:
-        for equation in with_constants(jaxpr)[0].eqns:
-            atoms = [a for a in equation.invars if not isinstance(a, Literal)]
-            for atom in takes(equation):
-                sources = known.get(atom, frozenset())
-                found.update(sources if not alone or len(sources) == 1 else ())
-            for inner in inner_jaxprs(equation):
-                own = with_constants(inner)[0].invars  # the last inputs, of loops and branches
-                pairs = zip(reversed(own), reversed(equation.invars), strict=False)
-                given = [(a, b) for a, b in pairs if not isinstance(b, Literal)]
-                walk(inner, {a: known.get(b, frozenset()) for a, b in given})
-            sources = frozenset().union(*(known.get(a, frozenset()) for a in atoms))
-            if name_of(equation) == ends:
-                sources = frozenset({DATA})
-            known.update(dict.fromkeys(equation.outvars, sources))
-
-    own, _ = with_constants(jaxpr)
-    inputs = {x: frozenset({i}) for i, x in enumerate(own.invars)}
-    walk(jaxpr, inputs | dict.fromkeys(own.constvars, frozenset({DATA})))
-    return found - {DATA}
 
 
 def gathers(equation: JaxprEqn) -> Sequence[Any]:

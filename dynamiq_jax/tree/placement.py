@@ -294,3 +294,19 @@ def part(leaf: Leaf, spec: P, sizes: Mapping[str, int]) -> Leaf:
             )
         shape[dimension] //= count
     return dataclasses.replace(leaf, shape=tuple(shape))
+
+
+Split = tuple[tuple[int, tuple[str, ...]], ...]
+"""The dimensions of a leaf that data axes split, each with its axes."""
+
+
+def split_of(spec: P, axes: tuple[str, ...]) -> Split:
+    """How ``axes`` split a leaf."""
+    own = (tuple(name for name in names_of(entry) if name in axes) for entry in spec)
+    return tuple((dimension, names) for dimension, names in enumerate(own) if names)
+
+
+def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) -> tuple[int, ...]:
+    """The shape of a leaf, from that of one shard."""
+    counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
+    return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))

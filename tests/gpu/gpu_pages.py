@@ -1,7 +1,7 @@
-"""Runs the blocks of Python of the pages, and the examples, on the devices of this machine.
+"""Runs the blocks of Python of the pages, recipes and the examples, on the devices of this machine.
 
     make test-gpu-pages
-    python tests/gpu/gpu_pages.py --only 'recipe (meshes|grid)' --limit 60
+    python tests/gpu/gpu_pages.py --only 'recipe (hsdp|grid)' --limit 60
     python tests/gpu/gpu_pages.py --cpu 2  # virtual devices in the place of GPUs
 
 A row is run in one process of all devices; rows of hosts on two hosts of one GPU, made by
@@ -28,7 +28,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 VIRTUAL = re.compile(r"xla_force_host_platform_device_count=8")
 PAIRS = re.compile(r"\(-1, 2|\(2, -1|size // 2")
-"""Meshes of blocks that take an even number of devices."""
+"""Meshes of recipes that take an even number of devices."""
 
 EXAMPLES = {
     "quickstart.py": [[]],
@@ -81,30 +81,13 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
 
-def recipes() -> dict[str, str]:
-    """Recipes with those that they continue, which `test_recipes` lists."""
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")  # this process leaves the GPUs to the rows
-    import test_recipes as tests
-
-    chains = [tuple(names) for names, *_ in tests.PRINTED]
-    chains += [("jit",), ("checkpoint",), ("budget",)]
-    longest = [c for c in chains if not any(c != d and d[: len(c)] == c for d in chains)]
-    text = {c: [tests.RECIPES[tests.NAMES.index(name)] for name in c] for c in longest}
-    return {f"recipe {', '.join(c)}": "".join([tests.START, *text[c]]) for c in longest}
-
-
 def pages() -> dict[str, str]:
-    """All other blocks: those of a page follow each other, or run alone."""
-    start = blocks("docs/recipes.md")[0]
+    """The blocks of a page follow each other, or run alone."""
     found = {"README.md": "README.md", "quickstart.md": "docs/quickstart.md"}
     found = {name: "".join(blocks(path)) for name, path in found.items()}
     found["faq.md"] = "".join(blocks("docs/faq.md"))
     for number, code in enumerate(blocks("docs/experts-and-islands.md"), 1):
         found[f"experts-and-islands.md {number}"] = code
-    for number, code in enumerate(blocks("docs/trainers.md"), 1):
-        found[f"trainers.md {number}"] = start + code
     found["four-hosts.md"] = blocks("docs/four-hosts.md")[0]
     return found
 
@@ -112,24 +95,30 @@ def pages() -> dict[str, str]:
 def missing(code: str) -> str:
     """Modules that a program imports and that are not installed here."""
     names = set()
+    found = {file.stem for file in (ROOT / "examples" / "recipes").glob("*.py")}
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.split(".")[0])
-    return ", ".join(sorted(name for name in names if find_spec(name) is None))
+    return ", ".join(sorted(name for name in names - found if find_spec(name) is None))
 
 
 def rows(machine: Machine) -> Iterator[Row]:
     """Every row for a machine, those that cannot run there with the reason."""
-    for name, code in {**pages(), **recipes()}.items():
+    for name, code in pages().items():
         reason = f"needs {lacks}" if (lacks := missing(code)) else ""
-        if PAIRS.search(code) and machine.count % 2:
-            reason = f"needs an even number of devices, here are {machine.count}"
         command = [sys.executable, "block.py"]
         if name == "four-hosts.md":
             command.append("one")
         yield Row(name, [command], code, reason)
+    for file in sorted((ROOT / "examples" / "recipes").glob("*.py")):
+        code = file.read_text()
+        reason = f"needs {lacks}" if (lacks := missing(code)) else ""
+        if PAIRS.search(code) and machine.count % 2:
+            reason = f"needs an even number of devices, here are {machine.count}"
+        if file.stem != "start":
+            yield Row(f"recipe {file.stem}", [[sys.executable, str(file)]], "", reason)
     for name, calls in EXAMPLES.items():
         file = ROOT / "examples" / name
         reason = f"needs {lacks}" if (lacks := missing(file.read_text())) else ""

@@ -35,7 +35,7 @@ from dynamiq_jax.topologies.base import gradients_in
 KEY = jax.random.key(1)
 of = dq.contrib
 THC = functools.partial(of.THC, piece_size=1024)
-MinMax, QSGD = of.MinMax, of.GlobalQSGD
+BlockInt, MinMax, QSGD = of.BlockInt, of.MinMax, of.GlobalQSGD
 EXACT = functools.partial(of.PowerSGD, wire="f32")
 
 
@@ -104,6 +104,8 @@ UNBIASED = {
     "mxfp8": (of.MXFP8(rounding="stochastic"), LOOP),
     "minmax": (MinMax(), LOOP),
     "minmax, direct": (MinMax(bits=2), dq.Direct()),
+    "block-int": (BlockInt(bits=4, rounding="stochastic"), LOOP),
+    "block-int, smooth": (BlockInt(bits=4, rounding="stochastic", smooth=True), dq.Direct()),
     "qsgd": (QSGD(piece_size=128), LOOP),
     "thc": (of.THC(p=1e-9, piece_size=512), None),
     "perm-k": (of.PermK(), None),
@@ -156,13 +158,15 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
         (of.OmniReduce(density=1 / 16, block_size=64), 8, 16 / 16 + 16 / 64),
         (MinMax(bits=5, rounding="nearest"), 8, 5 + 32 / 128),
         (MinMax(bits=8, bucket_size=1024), 8, 8 + 32 / 1024),
+        (BlockInt(), 8, 8 + 16 / 128),
+        (BlockInt(bits=4, block_size=512), 8, 4 + 16 / 512),
         # 32 bits hold so many lanes, which n g fits.
         *((of.THC(), n, bits) for n, bits in ((2, 6.4), (8, 8), (9, 32 / 3), (136, 16))),
     ],
 )
 def test_bits_that_depend_on_workers_and_fields(method, n, bits):
     """Per coordinate, over 2 (n - 1) / n; `test_every_method` has them of programs of 4."""
-    topology = dq.Direct() if isinstance(method, MinMax) else None
+    topology = dq.Direct() if isinstance(method, MinMax | BlockInt) else None
     told = dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
     assert told.bits_per_coord == pytest.approx(bits, rel=5e-4)
 
@@ -180,6 +184,7 @@ BAD: dict[Any, dict[str, tuple]] = {
     of.MXFP8: {"element": ("e2m1",)},
     of.MXFP6: {"element": ("e4m3",)},
     of.MXFP4: {"rounding": ("up",)},
+    BlockInt: {"bits": (1, 9), "block_size": (16, 48), "rounding": ("up",)},
     MinMax: {"bits": (0, 9), "bucket_size": (30,), "rounding": ("up",)},
     QSGD: {"bits": (2, 9), "piece_size": (100,)},
 }  # fmt: skip
@@ -945,7 +950,7 @@ def test_liec_models_differ_until_they_are_averaged_and_follow_plain_sgd():
 
 def test_liec_refuses_topologies_and_methods():
     for method in (dq.DynamiQ(), of.THC(), of.OmniReduce()):
-        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.comparators\.MinMax"):
+        with pytest.raises(ValueError, match=r"does not tell what its.*dq\.contrib\.MinMax"):
             LocalError(method)
     with pytest.raises(NotImplementedError, match=r"topology=Ring\(.*leave topology=None"):
         LocalError(THREE_BITS).check(4, dq.Ring())

@@ -143,7 +143,7 @@ class _Codec:
         source, result = self.own._replace(x=axis.to_varying(self.own.x)), self._sums(layout.rows)
         words, even = layout.payload_words, not layout.planned and layout.shards == 1
         told = {"fmt": layout.fmt, "even": even}
-        return pk.all_reduce(source, plan.tiles, noise, words, result, axis.pushed, **told)
+        return pk.all_reduce(source, plan.tiles, noise, words, result, axis.sizes, **told)
 
     @property
     def _kernels(self) -> dict[str, Any]:

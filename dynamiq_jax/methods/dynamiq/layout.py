@@ -12,8 +12,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from dynamiq_jax.methods.base import Collective
 from dynamiq_jax.methods.dynamiq.allocation import Allocation, width_upgrades
 from dynamiq_jax.topologies import Stage

@@ -160,7 +160,8 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     # Padding has no energy, so the mean over all super-groups is smaller than that over rows.
     energy = known * np.float32(layout.rows / layout.super_groups)
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
-    number = jnp.arange(layout.chunk_tiles, dtype=jnp.int32)  # a table would be megabytes of program
+    # Computed: a constant table of all tiles would be megabytes of program.
+    number = jnp.arange(layout.chunk_tiles, dtype=jnp.int32)
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
         (first, wide), (_, narrow) = layout.widths(stage)
         # A record starts where the record of the tile before it ends.

@@ -1,0 +1,35 @@
+"""Reduces a layer's gradients inside the backward pass of a scan over layers.
+
+    python examples/recipes/scan_layers.py
+
+prints
+
+    loss 0.911
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from start import compression, loss_fn, mesh, normal, params, train
+
+import dynamiq_jax as dq
+
+layers = {"kernel": normal(6, 256, 256) / 16}
+params |= {"layers": jax.device_put(layers, NamedSharding(mesh, P()))}
+
+
+def scanned_loss(params, batch):
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    rest = dq.reduce_in_backward(rest, "data", compression=compression)  # 1: new
+
+    def layer(x, own):
+        own = dq.reduce_in_backward(own, "data", compression=compression)  # 2: new
+        return x + jnp.tanh(x @ own["kernel"]), None
+
+    x, _ = lax.scan(layer, batch["x"], params["layers"])
+    return loss_fn(rest, batch | {"x": x})
+
+
+params = train(scanned_loss, params)
