@@ -132,11 +132,10 @@ class ShardedState(Part):
     def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
         """See `Part`."""
         key, copies = jax.tree_util.GetAttrKey, self.sent.copies
-        fields = {(key("masters"),): self.masters, (key("inner"),): self.inner}
-        fields[key("sent"), key("copies")] = copies
+        fields = [("masters", self.masters), ("inner", self.inner), ("sent/copies", copies)]
         paths = [
-            ((*own, *path), x.shape)
-            for own, tree in fields.items()
+            ((*map(key, names.split("/")), *path), x.shape)
+            for names, tree in fields
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
         ]
         again = self.padding[: len(jax.tree.leaves(copies))]
