@@ -241,7 +241,7 @@ def in_a_map(t: Training, checkpoint: bool, text: str = "", *, how: str) -> Way:
     told = {"compression": request}
 
     def pipeline(params: Any, tokens: Array) -> Array:
-        return dq.sequential(model.functions, params, tokens, axes, **told)
+        return dq.overlapped(model.functions, params, tokens, axes, **told)
 
     def own(params: Any, tokens: Array) -> tuple[Array, Any]:
         losses = {"pipeline": pipeline, "layers": in_layers(model, axes, checkpoint, **told)}
@@ -259,7 +259,7 @@ def in_a_map(t: Training, checkpoint: bool, text: str = "", *, how: str) -> Way:
 
 
 def in_layers(model: Model, axes: Any, checkpoint: bool, **options: Any) -> Callable:
-    """A loss that reduces, and gathers shards, in each function: `dq.reduce_in_backward`."""
+    """A loss that reduces, and gathers shards, in each function: `dq.fsdp`."""
     middle = range(1, len(model.functions) - 1)
     specs = options.pop("specs", None) or [None] * len(model.functions)
 
@@ -267,7 +267,7 @@ def in_layers(model: Model, axes: Any, checkpoint: bool, **options: Any) -> Call
         function, spec = model.functions[number], specs[number]
 
         def layer(x: Any, own: Any, copies: Any) -> Any:
-            mine = dq.reduce_in_backward(own, axes, specs=spec, copies=copies, **options)
+            mine = dq.fsdp(own, axes, specs=spec, copies=copies, **options)
             return function(mine, x)
 
         layer = jax.checkpoint(layer) if checkpoint and number in middle else layer
@@ -303,9 +303,9 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
     model, axes = t.make_model(checkpoint and how != "layers"), t.axes
     model = model.on_explicit(axes) if how == "explicit" else model
     told = {"compression": t.request(text)}
-    moves = {"differences": t.request(differences, dither=True), "max_norm": t.max_norm}
-    moves |= {"deferred": how == "dear"}
-    optimizer = dq.optax.sharded(t.optimizer, axes, **told, **moves)
+    policy = dq.Policy(gradients=t.request(text), parameters=t.request(differences, dither=True))
+    moves = {"max_norm": t.max_norm, "deferred": how == "dear"}
+    optimizer = dq.optax.sharded(t.optimizer, axes, compression=policy, **moves)
     with jax.set_mesh(mesh):
         inner = jax.eval_shape(optimizer.init, placed(model.shapes, mesh, P()))
     specs = dq.optax.state_specs(inner)
@@ -323,7 +323,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
         if how == "layers":
             return in_layers(model, axes, checkpoint, **options)(masters, tokens, copies)
         options |= {"copies": copies, "pending": pending}
-        return dq.sequential(model.functions, masters, tokens, axes, **options)
+        return dq.overlapped(model.functions, masters, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:
         copies, inner = state
@@ -338,7 +338,7 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
         return update(copies, inner, lax.pmean(loss, axes), grads)
 
     def outside(state: State, tokens: Array) -> tuple[State, Array]:
-        own = {"axis_name": axes, "mesh": mesh, "reduce": False, **told}
+        own = {"axis_name": axes, "mesh": mesh, "unreduced": True, **told}
         value_and_grad = dq.value_and_grad(model.loss, **own)
         return update(*state, *value_and_grad(state[0], tokens))
 
@@ -395,7 +395,9 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
     specs = shards(t, model)
     model = model.on_explicit(axes) if how == "explicit" else model
     told: dict[str, Any] = {"compression": t.request(text)} if text else {}
-    gathered = told | ({"gather": t.request(gather)} if gather else {})
+    parameters = t.request(gather) if gather else None
+    policy = dq.Policy(gradients=told.get("compression"), parameters=parameters)
+    gathered: dict[str, Any] = {"compression": policy}
     of_inner = t.inner(model.shapes, specs)
 
     def init(params: Any) -> State:
@@ -403,7 +405,7 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
 
     def pipeline(params: Any, tokens: Array) -> Array:
         options = {"specs": specs, "reshard_after_forward": how != "keep", **gathered}
-        return dq.sequential(model.functions, params, tokens, axes, **options)
+        return dq.overlapped(model.functions, params, tokens, axes, **options)
 
     def own(state: State, tokens: Array) -> tuple[State, Array]:
         masters, inner = state
@@ -417,7 +419,7 @@ def fsdp(t: Training, checkpoint: bool, text: str = "", gather: str = "", *, how
         options = {"axis_name": axes, "mesh": mesh, **told}
         if how == "explicit":
             value_and_grad = dq.value_and_grad(
-                in_layers(model, axes, checkpoint, **gathered), gather=False, **options
+                in_layers(model, axes, checkpoint, **gathered), ungathered=True, **options
             )
         elif how == "auto":
             value_and_grad = dq.value_and_grad(model.loss, specs=specs, **options)
@@ -456,15 +458,15 @@ KINDS = {
     "none": Kind(partial(in_a_map, how="none"), (), "data parallel without gradient exchange"),
     "bf16-psum": Kind(partial(in_a_map, how="pmean"), (), "lax.pmean after the backward pass"),
     "psum": Kind(partial(in_a_map, how="psum"), ("5",), "dq.pmean after the backward pass"),
-    "dp": Kind(partial(in_a_map, how="pipeline"), ("5",), "dq.sequential"),
-    "dp-layers": Kind(partial(in_a_map, how="layers"), ("5",), "dq.reduce_in_backward"),
+    "dp": Kind(partial(in_a_map, how="pipeline"), ("5",), "dq.overlapped"),
+    "dp-layers": Kind(partial(in_a_map, how="layers"), ("5",), "dq.fsdp"),
     "auto": Kind(partial(on_mesh, kind="auto"), ("5",), "dq.value_and_grad, Auto axes"),
     "explicit": Kind(partial(on_mesh, kind="explicit"), ("5",), "the same, Explicit axes"),
     "bf16-zero": Kind(zero_by_hand, (), "ZeRO-1 by lax.psum_scatter and lax.all_gather"),
     "zero": Kind(partial(sharded_updates, how="after"), ZERO, "dq.optax.sharded"),
-    "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.sequential"),
+    "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.overlapped"),
     "zero-dear": Kind(partial(sharded_updates, how="dear"), ZERO, "the same, in DeAR's order"),
-    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after reduce_in_backward"),
+    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after fsdp"),
     "zero-auto": Kind(
         partial(sharded_updates, how="auto"), ZERO, "after value_and_grad, Auto axes"
     ),
@@ -475,9 +477,9 @@ KINDS = {
     "bf16-fsdp": Kind(
         partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits"
     ),
-    "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.sequential"),
+    "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.overlapped"),
     "fsdp-keep": Kind(partial(fsdp, how="keep"), FSDP, "the same; payloads stay for the way back"),
-    "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.reduce_in_backward"),
+    "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.fsdp"),
     "fsdp-explicit": Kind(partial(fsdp, how="explicit"), FSDP, "the same in dq.value_and_grad"),
     "fsdp-auto": Kind(partial(fsdp, how="auto"), ("5",), "dq.value_and_grad; gathers all, exactly"),
 }

@@ -12,8 +12,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
-import dynamiq_jax.former  # noqa: F401
-from dynamiq_jax.compression.compression import Compression, explain
+from dynamiq_jax import former
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.explain import explain
+from dynamiq_jax.compression.policy import Policy
 from dynamiq_jax.core.meshes import make_mesh
 from dynamiq_jax.core.xla import jit
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
@@ -23,8 +25,8 @@ from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
-from dynamiq_jax.training.in_backward import reduce_in_backward
-from dynamiq_jax.training.pipeline import sequential
+from dynamiq_jax.training.in_backward import fsdp
+from dynamiq_jax.training.pipeline import overlapped
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
@@ -37,20 +39,21 @@ __all__ = [
     "F32",
     "Format",
     "Hierarchical",
+    "Policy",
     "Ring",
     "all_gather",
     "all_to_all",
     "explain",
+    "fsdp",
     "jit",
     "load_model_tree",
     "make_mesh",
+    "overlapped",
     "pmean",
     "psum",
     "psum_scatter",
     "reduce",
-    "reduce_in_backward",
     "save_model_tree",
-    "sequential",
     "value_and_grad",
     "with_sharding_constraint",
 ]
@@ -71,6 +74,8 @@ else:
 
     def __getattr__(name: str):
         """Imports a wing at its first use: ``optax`` and ``nnx`` need what the library does not."""
+        if name in former.FUNCTIONS:
+            return globals()[former.function_of_now(name)]
         if name not in WINGS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:

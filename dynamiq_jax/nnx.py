@@ -18,12 +18,12 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_explicit
+from dynamiq_jax.former import formerly, unless
 from dynamiq_jax.jaxprs.passing import passed_arguments
-from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import Told, is_key, leaf_specs
@@ -38,24 +38,24 @@ from dynamiq_jax.training.wanted import Wanted
 __all__ = ["value_and_grad"]
 
 
+@formerly(reduce=unless("unreduced", default=True), gather=unless("ungathered", default=True))
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     axis_name: AxisName,
     argnums: int | nnx.DiffState | Sequence[int | nnx.DiffState] = 0,
     has_aux: bool = False,
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
     op: Op = "mean",
-    reduce: bool = True,
-    gather: bool = True,
+    unreduced: bool = False,
+    ungathered: bool = False,
     specs: Any = None,
     batch_specs: Any = None,
     closed_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
@@ -85,15 +85,14 @@ def value_and_grad(
       mesh: as for `dynamiq_jax.value_and_grad`.
       metrics: as for `dynamiq_jax.value_and_grad`.
       op: as for `dynamiq_jax.value_and_grad`.
-      reduce: as for `dynamiq_jax.value_and_grad`.
-      gather: as for `dynamiq_jax.value_and_grad`.
+      unreduced: as for `dynamiq_jax.value_and_grad`.
+      ungathered: as for `dynamiq_jax.value_and_grad`.
       specs: as for `dynamiq_jax.value_and_grad`.
       batch_specs: as for `dynamiq_jax.value_and_grad`, for the arguments that ``argnums`` does not
         select; pass `None` for a module among them.
       closed_specs: as for `dynamiq_jax.value_and_grad`.
       weight: as for `dynamiq_jax.value_and_grad`; it takes the arguments of ``loss_fn``.
       aux: as for `dynamiq_jax.value_and_grad`.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)``, or ``((loss, aux), grads)``, to
@@ -106,8 +105,10 @@ def value_and_grad(
         `dynamiq_jax.value_and_grad`.
     """
     axis = check_axis(axis_name)
-    total = Reduction(axis, as_compression(compression, method=method), op)
-    wanted = Wanted(total, 0, has_aux=True, metrics=metrics, reduces=reduce, gathers=gather)
+    total = Reduction(axis, as_compression(compression), op)
+    wanted = Wanted(
+        total, 0, has_aux=True, metrics=metrics, unreduced=unreduced, ungathered=ungathered
+    )
     choice = _Choice.of(argnums)
 
     def of_modules(*args: Any, key: Any = None, state: Any = None, **kwargs: Any) -> Any:

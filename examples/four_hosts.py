@@ -58,7 +58,7 @@ params = {name: jax.random.normal(key, (WIDTH, n)) / WIDTH**0.5 for key, (name, 
 params = jax.device_put(params, P())  # 4: a copy on every GPU
 optimizer = dq.optax.sharded(optax.adamw(2e-3), "data", compression=bits5)  # 5: was optax.adamw
 opt_state = optimizer.init(params)
-grad_fn = dq.value_and_grad(loss_fn, axis_name="data", compression=bits5, reduce=False)  # 6: dq
+grad_fn = dq.value_and_grad(loss_fn, axis_name="data", compression=bits5, unreduced=True)  # 6: dq
 
 
 @dq.jit

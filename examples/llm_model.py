@@ -295,7 +295,7 @@ def make_loss(config: Config, whole: Whole = lambda module: module) -> Loss:
 
 
 class Stages(NamedTuple):
-    """A model as functions that follow each other, for `dq.sequential`."""
+    """A model as functions that follow each other, for `dq.overlapped`."""
 
     functions: tuple[Callable[[Any, Any], Any], ...]
     """The embedding, every block, and the head with the loss."""
@@ -303,7 +303,7 @@ class Stages(NamedTuple):
     """From the model's parameters to those of each function."""
 
     def loss(self, parts: Sequence[Any], tokens: jax.Array) -> jax.Array:
-        """The loss of parameters that are split, as `dq.sequential` computes it."""
+        """The loss of parameters that are split, as `dq.overlapped` computes it."""
         x: Any = tokens
         for function, own in zip(self.functions, parts, strict=True):
             x = function(own, x)

@@ -1,4 +1,4 @@
-"""Fully sharded training (FSDP, ZeRO-3), layer by layer: `dq.reduce_in_backward` in the loss.
+"""Fully sharded training (FSDP, ZeRO-3), layer by layer: `dq.fsdp` in the loss.
 
     python examples/train_fsdp.py --model tiny --compare
 
@@ -58,7 +58,7 @@ def make_sharded(run: llm.Run, **options: Any) -> tuple[Any, Any]:
         graphdef, own = nnx.split(module)
         own = jax.tree.map(lambda w: w.astype(run.model.dtype) if w.ndim > 1 else w, own)
         options["specs"] = jax.tree.map(spec, own)
-        return nnx.merge(graphdef, dq.reduce_in_backward(own, llm.AXIS, **options))
+        return nnx.merge(graphdef, dq.fsdp(own, llm.AXIS, **options))
 
     def init(key: jax.Array) -> tuple[Any, Any]:
         params = init_params(run.model, key)
@@ -103,10 +103,11 @@ def main(
         table.add_row(name, *figures, f"{own.seconds_per_step:.3f}")
 
     method = dq.Compression(dq.DynamiQ(bits=bits), min_bucket_size=32_768)  # tiny's layers, too
-    init, step = make_sharded(run, compression=method, gather=dq.DynamiQ(bits=gather_bits))
+    policy = dq.Policy(gradients=method, parameters=dq.DynamiQ(bits=gather_bits))
+    init, step = make_sharded(run, compression=policy)
     train("dynamiq", bits + gathers * gather_bits, init(key), step)
     if compare:
-        init, step = make_sharded(run, compression=dq.BF16(), gather=dq.BF16())
+        init, step = make_sharded(run, compression=dq.BF16())
         train("bf16", 16 * (1 + gathers), init(key), step)
         params, optimizer = run.init(), llm.make_optimizer(run.recipe)
         step = llm.make_step(llm.lax_psum(run.loss_fn, params, run.mesh, "f32"), optimizer)

@@ -65,7 +65,9 @@ def train(run: llm.Run, name: str, up: Any, down: Any, rule: Any, k: int, every:
     """Trains by local steps; ``up`` and ``down`` carry movements and differences of k fragments."""
     copy, n, rng = run.init(), run.mesh.size, np.random.default_rng(run.seed)
     small, tree = partial(dq.Compression, min_bucket_bytes=0), jax.tree.structure(copy)
-    outer = dq.optax.sharded(rule, llm.AXIS, compression=small(up), differences=small(down))
+    outer = dq.optax.sharded(
+        rule, llm.AXIS, compression=dq.Policy(gradients=small(up), parameters=small(down))
+    )
     outer_states = [dq.optax.init(outer, jax.tree.leaves(copy)[i::k], run.mesh) for i in range(k)]
     own, local_step, *outer_steps = make_programs(run, outer, *outer_states)
     whole = [small(half).explain(copy, n, verbose=False) for half in (up, down)]  # each two halves

@@ -142,8 +142,9 @@ def main(
     layer = partial(Experts, n_experts=experts * run.mesh.size, capacity=capacity)
     small = partial(dq.Compression, min_bucket_size=32_768, min_bucket_bytes=0)  # tiny's, too
     mean = partial(dq.pmean, axis_name=llm.AXIS, compression=small(dq.DynamiQ(bits=5)))
-    codes = {"compression": small(dq.DynamiQ(bits=bits + 0.5)), "backward": None}  # and back
-    rows = [("dynamiq", bits + 11 / 32, partial(dq.all_to_all, **HOW, **codes), mean)]
+    codes = small(dq.DynamiQ(bits=bits + 0.5))
+    codes = dq.Policy(activations=codes, cotangents=codes)
+    rows = [("dynamiq", bits + 11 / 32, partial(dq.all_to_all, **HOW, compression=codes), mean)]
     wide, table = 8 * jnp.dtype(run.model.dtype).itemsize, ["exchanges  validation loss  sent MB"]
     rows.append(("exact", wide, EXACT, partial(jax.lax.pmean, axis_name=llm.AXIS)))
     for name, wire, *ways in rows[: 1 + exact]:

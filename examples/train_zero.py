@@ -56,8 +56,10 @@ def train_sharded(run: Run, bits: float, difference_bits: float) -> tuple[Result
     optimizer = dq.optax.sharded(
         llm.make_optimizer(run.recipe, optax.identity()),  # the clip is max_norm
         AXIS,
-        compression=small(dq.DynamiQ(bits=bits)),
-        differences=small(dq.DynamiQ(bits=difference_bits, dither=True)),
+        compression=dq.Policy(
+            gradients=small(dq.DynamiQ(bits=bits)),
+            parameters=small(dq.DynamiQ(bits=difference_bits, dither=True)),
+        ),
         max_norm=llm.MAX_NORM,
     )
     opt_state = dq.optax.init(optimizer, params, run.mesh)

@@ -6,6 +6,7 @@ of DynamiQ is a row in `METHODS`.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from workers import OnHost, auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import contrib
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""
@@ -28,6 +29,13 @@ SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 def small(method: Any = None, **options: Any) -> dq.Compression:
     """Compresses however small a leaf is."""
     return dq.Compression(method, **SMALL, **options)
+
+
+def over(topology: Any, compression: Any = None) -> dq.Compression:
+    """A method or a compression over a topology; `None` leaves it as it is."""
+    given = isinstance(compression, dq.Compression)
+    own = compression if given else dq.Compression(compression)
+    return own if topology is None else dataclasses.replace(own, topology=topology)
 
 
 def low(method: Any = None, **options: Any) -> dq.Compression:
@@ -231,7 +239,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
     reduce = dq.pmean if mean else dq.psum
 
     def one(tree, key):
-        return reduce(tree, "data", compression=method, topology=topology, key=key)
+        return reduce(tree, "data", compression=over(topology, method), key=key)
 
     options = AS_USERS if optimized else None
     mapped = jax.vmap(one, in_axes=(0, None), axis_name="data")
@@ -241,7 +249,7 @@ def vmapped(method: dq.DynamiQ, topology=LOOP, *, mean: bool = False, optimized:
 @functools.cache
 def stepper(method, topology=None, *, mean: bool = False):
     """As `vmapped`, with memory: (tree, key, every worker's state) -> results, next states."""
-    options = {"op": "mean" if mean else "sum", "compression": method, "topology": topology}
+    options = {"op": "mean" if mean else "sum", "compression": over(topology, method)}
 
     def one(tree, key, state):
         return dq.reduce(tree, "data", key=key, state=state, **options)[:2]
@@ -252,7 +260,7 @@ def stepper(method, topology=None, *, mean: bool = False):
 def first_state(method, tree, n: int, topology=None):
     """One worker's state by `init_state`, for all n; the tree has a leading axis of workers."""
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-    init = as_compression(method, topology).init_state
+    init = over(topology, method).init_state
     state = jax.device_get(jax.jit(lambda: init(own, n))())
     return jax.tree.map(lambda x: np.broadcast_to(x, (n, *x.shape)), state)
 
@@ -266,7 +274,7 @@ def limits_of(method, n: int, *, fast_links: bool):
 
 def wire_bits(method=None, topology=None):
     """``f(tree, n_workers, **options)``: the bits that one worker sends, as `dq.explain` has it."""
-    request = as_compression(method, topology)
+    request = over(topology, method)
 
     def bits(*args, **options) -> int:
         return round(8 * request.explain(*args, verbose=False, **options).wire_bytes)
@@ -280,7 +288,7 @@ def sharded(method: dq.DynamiQ, topology=None, *, n: int = 8):
 
     def one(tree, key):
         tree = jax.tree.map(lambda x: x[0], tree)
-        total = dq.psum(tree, "data", compression=method, topology=topology, key=key)
+        total = dq.psum(tree, "data", compression=over(topology, method), key=key)
         return jax.tree.map(lambda x: x[None], total)
 
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data"), "check_vma": False}

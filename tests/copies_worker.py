@@ -28,9 +28,7 @@ from dynamiq_jax.hosts.copies import Copies
 
 ROWS = 24
 OPTIMIZERS = {
-    "sharded": lambda: dq.optax.sharded(
-        optax.adam(2e-2), "data", compression=EXACT, differences=EXACT
-    ),
+    "sharded": lambda: dq.optax.sharded(optax.adam(2e-2), "data", compression=EXACT),
     "memory": lambda: optax.chain(
         dq.optax.all_reduce("data", compression=small(dq.ErrorFeedback(dq.DynamiQ(bits=4)))),
         optax.adam(2e-2),

@@ -35,6 +35,7 @@ from cases import (
     METHODS,
     OVER,
     TWO_STREAMS,
+    over,
     sharded,
     stepper,
     vmapped,
@@ -45,7 +46,6 @@ from kernel_runs import payloads as arriving
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.dynamiq.layout import Layout
 from dynamiq_jax.methods.dynamiq.plan import make_plan, order_and_tiles
 
@@ -160,7 +160,7 @@ def with_states(method, topology) -> Any:
     """Results and states of two steps."""
     n = 4
     x = exact_gradients(n, 2 * 2048 + 100)
-    state = as_compression(method, topology).init_state(jnp.asarray(x[0]), n)
+    state = over(topology, method).init_state(jnp.asarray(x[0]), n)
     state = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (n, *leaf.shape)), state)
     found = []
     for i in range(2):
@@ -183,7 +183,7 @@ def two_axes(topology, method) -> Any:
     """`dq.psum` over the axes "node" (2) and "gpu" (4)."""
 
     def one(x, key):
-        return dq.psum(x, ("node", "gpu"), compression=method, topology=topology, key=key)
+        return dq.psum(x, ("node", "gpu"), compression=over(topology, method), key=key)
 
     inner = jax.vmap(one, in_axes=(0, None), axis_name="gpu")
     x = exact_gradients(8, 4 * 2048 + 356).reshape(2, 4, -1)
@@ -237,7 +237,7 @@ CALLS |= {
     "psum, squared error": partial(summed, METHODS["squared_error"], dq.Direct(), 4),
     "psum, no key": lambda: jax.jit(
         jax.vmap(
-            lambda x: dq.psum(x, "data", compression=DEFAULT, topology=dq.Direct()),
+            lambda x: dq.psum(x, "data", compression=over(dq.Direct(), DEFAULT)),
             axis_name="data",
         )
     )(exact_gradients(4, 4 * 2048)),
@@ -252,9 +252,9 @@ CALLS |= {
         dq.Hierarchical(inner=dq.Direct(), outer=dq.Direct()), DEFAULT
     ),
     "pmean, tree": tree,
-    "psum_scatter": partial(half, dq.psum_scatter, compression=DEFAULT, topology=dq.Direct()),
+    "psum_scatter": partial(half, dq.psum_scatter, compression=over(dq.Direct(), DEFAULT)),
     "psum_scatter, ring, bf16": partial(
-        half, dq.psum_scatter, jnp.bfloat16, compression=DEFAULT, topology=dq.Ring(unroll_up_to=4)
+        half, dq.psum_scatter, jnp.bfloat16, compression=over(dq.Ring(unroll_up_to=4), DEFAULT)
     ),
     "all_gather": partial(half, dq.all_gather, compression=DEFAULT),
     "all_gather, bf16": partial(half, dq.all_gather, jnp.bfloat16, compression=DEFAULT),

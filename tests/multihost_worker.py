@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
-from cases import LOOP, small
+from cases import LOOP, over, small
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -53,8 +53,8 @@ METHOD = small(dq.DynamiQ(widths=(4,)))  # one width compiles in half the time o
 
 
 def on(collective, axis_name, topology=None, size=SIZE):
-    options = {"compression": METHOD} | ({} if topology is None else {"topology": topology})
-    return lambda x, key: collective(x[:size], axis_name, key=key, **options)
+    compression = over(topology, METHOD)
+    return lambda x, key: collective(x[:size], axis_name, key=key, compression=compression)
 
 
 psum = partial(on, dq.psum, size=SIZE - 100)

@@ -27,7 +27,9 @@ def main(address, process):
     jax.distributed.initialize(address, 2, process, shutdown_timeout_seconds=10)
     compression = dataclasses.replace(EXACT, min_leaf_size=64)
     optimizer = dq.optax.sharded(
-        optax.adam(1e-2), "data", compression=compression, differences=compression
+        optax.adam(1e-2),
+        "data",
+        compression=dq.Policy(gradients=compression, parameters=compression),
     )
     rng = np.random.default_rng(0)
     shapes = [

@@ -206,7 +206,9 @@ class TestCommand:
         native, five = measured[1]["rows"]
         leaves = floating_leaves(TREE)
         coords = 600 * 500 + 500 + 15
-        said = dq.explain(leaves, 8, topology=dq.Direct(), verbose=False)
+        said = dq.explain(
+            leaves, 8, compression=dq.Compression(topology=dq.Direct()), verbose=False
+        )
         assert native["setting"] is None
         assert native["wire_bytes"] == 2 * 7 * 2 * coords // 8
         assert eval(five["setting"], vars(dq)) == dq.Compression(dq.DynamiQ(), topology=dq.Direct())

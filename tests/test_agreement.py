@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TWO_WIDTHS, small
+from cases import TWO_WIDTHS, over, small
 from jax.sharding import PartitionSpec as P
 from processes import coordinator, outputs
 from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.core import fingerprint
 
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}
@@ -91,7 +91,7 @@ def processes(monkeypatch):
 
 def check(tree=TREE, axis_name="data", **options):
     """A function that compares what this process is told."""
-    request = as_compression(options.pop("compression", None), options.pop("topology", None))
+    request = as_compression(options.pop("compression", None))
     return lambda: request.check_agreement(tree, auto_mesh(), axis_name, **options)
 
 
@@ -99,7 +99,7 @@ def test_one_process_agrees_with_itself():
     check(key=jax.random.key(1))()
 
 
-CHEAP = {"compression": dq.BF16(), "topology": dq.Direct()}
+CHEAP = {"compression": dq.Compression(dq.BF16(), topology=dq.Direct())}
 OURS = {"w": jnp.ones((8, 16))}
 
 
@@ -117,7 +117,7 @@ def traces(collective=dq.reduce, tree=OURS, n=8, **options):
 LONG = {f"layer_{i:04}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(400)}
 DIFFERENT = {
     "method": (check(compression=dq.DynamiQ(bits=4.0)), check()),
-    "topology": (check(topology=dq.Ring()), check()),
+    "topology": (check(compression=over(dq.Ring())), check()),
     "limits": (check(compression=dq.Compression(dq.DynamiQ(), min_leaf_size=5)), check()),
     "key": (check(key=jax.random.key(2)), check(key=jax.random.key(1))),
     "presence of a key": (check(key=jax.random.key(1)), check()),
@@ -142,7 +142,7 @@ FIRST = {
 }
 """Rows: what differs in process 2's first reduction, process 0's words for it, process 2's."""
 for what, (told, *texts) in FIRST.items():
-    base = {"compression": dq.DynamiQ(), "topology": dq.Direct()}
+    base = {"compression": dq.Compression(dq.DynamiQ(), topology=dq.Direct())}
     DIFFERENT[f"first reduction's {what}"] = (traces(**base | told), traces(**base), *texts)
 for f in (dq.pmean, dq.psum_scatter, dq.all_gather):
     odd, alike = (traces(f, compression=dq.DynamiQ(bits=bits)) for bits in (4.5, 5))
@@ -317,7 +317,7 @@ NOT_COMPARED = {
     "some of the devices": (traces(n=4, **CHEAP), lambda: None),
     "vmap": (vmapped, lambda: None),
     "one process": (ALIKE,),
-    "turned off": (ALIKE, traces(**CHEAP | {"topology": dq.Ring()})),
+    "turned off": (ALIKE, traces(compression=dq.Compression(dq.BF16(), topology=dq.Ring()))),
 }
 
 
@@ -340,7 +340,9 @@ import dynamiq_jax as dq
 me = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[1], 2, me, shutdown_timeout_seconds=10)
 mesh = jax.make_mesh((2,), ("data",))
-step = lambda x: dq.pmean(x, "data", topology=[dq.Direct(), dq.Ring()][me])
+step = lambda x: dq.pmean(
+    x, "data", compression=dq.Compression(topology=[dq.Direct(), dq.Ring()][me])
+)
 mapped = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
 x = jax.ShapeDtypeStruct((2**20,), jnp.float32, sharding=jax.NamedSharding(mesh, P("data")))
 start = time.monotonic()

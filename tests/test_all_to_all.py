@@ -103,8 +103,13 @@ def test_methods_of_blocks(name):
 )
 def test_exact_methods_are_exact(method, dtype):
     x = normal(8, 9, 5, dtype=dtype)
-    found = ours(0, 1, compression=small(method), backward=None)(x, KEY)
+    found = ours(0, 1, compression=both(small(method)))(x, KEY)
     assert_same_bits(found, native(x, 0, 1))
+
+
+def both(compression):
+    """The policy of one method forth and back."""
+    return dq.Policy(activations=compression, cotangents=compression)
 
 
 def pulled(collective, x, cotangent):
@@ -128,8 +133,9 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
     x, cotangent = normal(8, 6, 50), gradient(1, N, 2 * 24 * 50).reshape(N, 2, 24, 50)
     y, exact = pulled(lambda x: lax.all_to_all(x, "data", 0, 1, tiled=True), x, cotangent)
 
-    def errors(method, **options):
-        own = {"tiled": True, "compression": small(method), "key": KEY} | options
+    def errors(method, back=None):
+        policy = dq.Policy(activations=small(method), cotangents=back)
+        own = {"tiled": True, "compression": policy, "key": KEY}
         found = pulled(lambda x: dq.all_to_all(x, "data", 0, 1, **own), x, cotangent)
         assert found[1].shape == x.shape
         return [relative_error(*pair) for pair in zip(found, (y, exact), strict=True)]
@@ -138,17 +144,36 @@ def test_the_backward_pass_has_bits_and_noise_of_its_own():
     cases = [
         (errors(dq.DynamiQ(bits=5.5)), five, eight),  # the default: codes of 8 bits
         (errors(dq.F32()), none, none),
-        (errors(dq.DynamiQ(bits=8.5), backward=dq.F32()), eight, none),
-        (errors(dq.DynamiQ(bits=5.5), backward=None), five, five),
+        (errors(dq.DynamiQ(bits=8.5), dq.F32()), eight, none),
+        (errors(dq.DynamiQ(bits=5.5), dq.DynamiQ(bits=5.5)), five, five),
     ]
     for found, *bounds in cases:
         for error, (least, most) in zip(found, bounds, strict=True):
             assert least < error < most
 
 
+def test_cotangents_may_have_a_method_by_path():
+    """Excluded ones travel exactly; leaves of one bucket need the same method."""
+    x = {name: normal(8, 64) for name in "ab"}
+
+    def errors(activations, cotangents):
+        policy = dq.Policy(activations=activations, cotangents=cotangents)
+        found = pulled(partial(tiled_rows, compression=policy, key=KEY), x, x)[1]
+        _, exact = pulled(partial(lax.all_to_all, axis_name="data", split_axis=0, concat_axis=0,
+            tiled=True), x, x)  # fmt: skip
+        return [relative_error(found[name], exact[name]) for name in "ab"]
+
+    by_path = lambda a, b: lambda path, leaf: a if path == "a" else b
+    lossy = small(by_path(dq.contrib.MinMax(), dq.contrib.MinMax(bits=8)))
+    one, other = errors(lossy, by_path(dq.BF16(), None))
+    assert 0 < one < 1e-4 and other == 0
+    with pytest.raises(ValueError, match=r"leaves \['a'\] and \['b'\] share a bucket.*one for all"):
+        errors(small(dq.contrib.MinMax()), by_path(dq.BF16(), dq.F32()))
+
+
 @pytest.mark.usefixtures("padding_is_free")
 def test_rounding_backwards_is_not_that_of_the_way_forth():
-    exchange = partial(tiled_rows, compression=CHEAP, backward=None, key=KEY)
+    exchange = partial(tiled_rows, compression=both(CHEAP), key=KEY)
 
     def one(x):
         y, pull = jax.vjp(exchange, x)
@@ -210,9 +235,7 @@ def test_shard_map_and_pmap_give_the_bits_of_vmap(mapped_by):
 
     def one(x, key):
         def there(x):
-            return dq.all_to_all(
-                x, "data", 0, 1, tiled=True, compression=CHEAP, backward=None, key=key
-            )
+            return dq.all_to_all(x, "data", 0, 1, tiled=True, compression=both(CHEAP), key=key)
 
         y, pull = jax.vjp(there, x)
         return y, pull(y)[0]
@@ -243,7 +266,7 @@ def test_groups_of_workers_and_tuples_of_axes():
 
         return jax.jit(jax.shard_map(one, **specs))(x)
 
-    exact = {"compression": small(dq.F32()), "backward": None}
+    exact = {"compression": small(dq.F32())}
     groups = {"axis_index_groups": [[0, 2], [3, 1]]}
     expected = run(lax.all_to_all, specs=specs | {"check_vma": False}, **groups)
     for check in (True, False):
@@ -270,7 +293,7 @@ def test_bytes_are_those_of_the_width(bits, width):
     n, size = 8, 8 * 16 * 2048
 
     def one(x):
-        exchange = partial(tiled_rows, compression=small(dq.DynamiQ(bits=bits)), backward=None)
+        exchange = partial(tiled_rows, compression=both(small(dq.DynamiQ(bits=bits))))
         y, pull = jax.vjp(lambda x: exchange(x[0]), x)
         return pull(y)[0]
 
@@ -341,7 +364,6 @@ REFUSED = [
     ((8, 3), (0, -3), {}, "concat_axis=-3", "shape (8, 3)", "every leaf has"),
     ((), (0, 0), {}, "split_axis=0", "shape ()"),
     ((8,), (0, 0), {"compression": 5}, "compression=5 is not a method"),
-    ((8,), (0, 0), {"backward": CHEAP}, "backward=Compression", "is not a method"),
     ((8,), (0, 0), {"key": 7}, "key=7 is not a PRNG key"),
     ((8,), (0, None), {}, "concat_axis=None is not an integer"),
     ((8,), (1.0, 0), {}, "split_axis=1.0 is not an integer"),
@@ -368,7 +390,7 @@ def test_methods_that_need_more_are_refused(method):
     text = "=.*: all_to_all encodes at one width.*pass dq.DynamiQ"
     for name, options in (
         ("method", {"compression": small(method)}),
-        ("backward", {"backward": method}),
+        ("cotangents", {"compression": dq.Policy(cotangents=method)}),
     ):
         with pytest.raises(NotImplementedError, match=name + text):
             traced((8, 4096), 0, 0, **options)

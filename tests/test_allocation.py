@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, daily, small
+from cases import SMALL, daily, over, small
 from hypothesis import strategies as st
 from workers import plan_widths
 
@@ -284,7 +284,7 @@ def test_buckets_whose_padding_takes_all_that_is_saved_travel_exactly(bits, n):
     routes = set()
     for size in (*range(1, 40), 256, 1000, 4000, 2048 * n // 4, 2048 * n // 2, 2048 * n):
         leaf = jax.ShapeDtypeStruct((size,), jnp.float32)
-        found = dq.explain(leaf, n, compression=method, topology=dq.Direct(), verbose=False)
+        found = dq.explain(leaf, n, compression=over(dq.Direct(), method), verbose=False)
         (row,) = found.rows
         padded = method.method.wire_bits(size, n, dq.Direct()) / (2 * (n - 1) / n * size)
         if padded < 16:
@@ -313,7 +313,7 @@ def test_padded_slices_and_blocks_travel_exactly_as_well():
 
 def test_large_leaves_that_padding_keeps_exact_are_warned_of():
     method = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)
-    one = functools.partial(dq.psum, axis_name="data", compression=method, topology=dq.Direct())
+    one = functools.partial(dq.psum, axis_name="data", compression=over(dq.Direct(), method))
     x = jax.ShapeDtypeStruct((65_536,), jnp.float32)
     with pytest.warns(UserWarning, match=r"padded to 19\.\d bits per coordinate >= 16.*fewer wor"):
         jax.make_jaxpr(one, axis_env=[("data", 128)])(x)

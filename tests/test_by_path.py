@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import small, wire_bits
+from cases import over, small, wire_bits
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
 from workers import OnHost, auto_mesh, gradient, mesh_of, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.tree.leaves import describe_leaves
@@ -59,7 +58,7 @@ def grads():
 def reducer(method, reduce=dq.reduce, **options):
     def one(tree, state):
         more = {} if state is None else {"state": state}
-        return reduce(tree, "data", compression=method, topology=DIRECT, key=KEY, **more, **options)
+        return reduce(tree, "data", compression=over(DIRECT, method), key=KEY, **more, **options)
 
     return OnHost(jax.jit(jax.vmap(one, axis_name="data")))
 
@@ -79,7 +78,7 @@ def test_paths_and_leaves_are_what_the_function_is_asked_for():
 
 
 def test_leaves_of_a_method_travel_together_and_apart_from_others(capsys):
-    found = dq.explain(OWN, N, compression=CHOSEN, topology=DIRECT)
+    found = dq.explain(OWN, N, compression=over(DIRECT, CHOSEN))
     assert capsys.readouterr().out == f"{found}\n"
     assert [(row.name, row.bucket, row.route) for row in found.rows] == [
         ("['embed']", 0, "compressed"),
@@ -134,16 +133,16 @@ KEEPS = small(kernels_share)
 
 def test_states_and_metrics_are_those_of_all_methods():
     tree = grads()
-    state = as_compression(KEEPS, DIRECT).init_state(OWN, N)
+    state = over(DIRECT, KEEPS).init_state(OWN, N)
     assert len(state) == 2  # buckets
     assert len(jax.tree.leaves(state)) == 1
     before = jax.tree.map(lambda x: jnp.broadcast_to(x, (N, *x.shape)), state)
-    stacked = as_compression(KEEPS, DIRECT).init_state(OWN, N, stacked=True)
+    stacked = over(DIRECT, KEEPS).init_state(OWN, N, stacked=True)
     assert_same_bits(before, stacked)
     total, after, metrics = reducer(KEEPS, op="mean", metrics=True)(tree, before)
     assert jax.tree.structure(after) == jax.tree.structure(before)
     assert np.any(np.asarray(after[1].residual)) and not np.any(np.asarray(before[1].residual))
-    sent = dq.explain(OWN, N, compression=KEEPS, topology=DIRECT, verbose=False)
+    sent = dq.explain(OWN, N, compression=over(DIRECT, KEEPS), verbose=False)
     assert float(metrics.wire_bytes[0]) == pytest.approx(sent.wire_bytes)
     assert float(metrics.bits_per_coord[0]) == pytest.approx(sent.bits_per_coord)
     compressed = [total["embed"], *(layer["kernel"] for layer in total["layers"])]
@@ -172,7 +171,7 @@ def test_metrics_weigh_methods_by_what_they_reduce():
 
 
 def test_a_state_of_other_methods_is_refused():
-    state = as_compression(CHOSEN, DIRECT).init_state(OWN, N)
+    state = over(DIRECT, CHOSEN).init_state(OWN, N)
     for given, said in ((state[:1], "for 1 buckets"), ({}, "for 'dict' buckets")):
         with pytest.raises(ValueError, match=f"state is {said}.* tree has 2; pass what"):
             reducer(CHOSEN).eval_shape(grads(), given)

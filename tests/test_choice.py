@@ -14,14 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import CHEAP, limits_of, small, vmapped
+from cases import CHEAP, limits_of, over, small, vmapped
 from crossover import FILE, MIB, Point, crossover_bytes, questions, written
 from jax.sharding import PartitionSpec as P
 from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
@@ -154,7 +153,7 @@ INSIDE = dq.Hierarchical(inner=dq.Direct(), outer=dq.Ring())
     ],
 )
 def test_what_is_passed_is_taken(slow, passed, sizes, taken):
-    route = as_compression(None, passed).route(sizes)
+    route = over(passed, None).route(sizes)
     assert route.topology == filled(taken)
     assert route.reason.startswith("as passed")
     assert route.n_workers == np.prod(sizes)
@@ -203,7 +202,11 @@ def test_links_are_not_fast_where_nccl_may_not_use_them(
     large = jax.ShapeDtypeStruct((psum_bytes(8) // 2 - 1,), jnp.bfloat16)
     explanation = dq.explain(large, 8, verbose=False)
     assert explanation.rows[0].route.startswith("exact") == fast
-    assert (f"counts as slow, since the environment has {name}" in explanation.reason) != fast
+    first = explanation.defaults[0]
+    assert first.startswith("widths have no plan" if fast else "NVLink counts as slow, since the")
+    assert (f"environment has {name}" in first) != fast
+    assert any("buckets below" in told for told in explanation.defaults) == fast
+    assert f"By default on this machine: {first}." in str(explanation)
 
 
 # Where compression starts to pay

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal
-from cases import daily, small
+from cases import daily, over, small
 from compiler import FLAGS
 from workers import gradient
 
@@ -54,7 +54,7 @@ def flipped(method_name, topology_name):
 
     def one(x, mask):
         method, key = small(Flipping(**fields, mask=mask)), jax.random.key(3)
-        return dq.psum(x, "data", compression=method, topology=topology, key=key)
+        return dq.psum(x, "data", compression=over(topology, method), key=key)
 
     return jax.jit(jax.vmap(one, in_axes=(0, None), axis_name="data"))
 
@@ -119,7 +119,7 @@ wire = dq.Format(group_scale="bf16")
 method = dq.DynamiQ(widths=(3, 6), bits=5.5, format=wire, debug_checks=True)
 method = dq.Compression(method, min_leaf_size=1, min_bucket_size=1)
 mesh = jax.make_mesh((2,), ("data",))
-step = lambda x: dq.psum(x, "data", compression=method, topology=dq.Direct())
+step = lambda x: dq.psum(x, "data", compression=dq.Compression(method, topology=dq.Direct()))
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 x = jax.device_put(jnp.arange(8192.0), jax.NamedSharding(mesh, P("data")))
 jax.block_until_ready(jax.jit(mapped)(x))

@@ -157,7 +157,7 @@ def test_a_window_of_micro_batches_is_reduced_once():
         return losses, reduce_grads(total)
 
     def ours(method):
-        f = dq.value_and_grad(masked, axis_name="data", compression=method, reduce=False)
+        f = dq.value_and_grad(masked, axis_name="data", compression=method, unreduced=True)
         reduce_grads = functools.partial(dq.psum, axis_name="data", compression=method)
         return functools.partial(accumulate, reduce_grads, f)
 
@@ -222,11 +222,11 @@ def resharded(loss, *specs, names=("in", "out")):
 
 
 def passed(*names):
-    """A loss in which some parameters pass `reduce_in_backward`."""
+    """A loss in which some parameters pass `fsdp`."""
 
     def own(params, x):
         some = {name: params[name] for name in names}
-        return two(params | dq.reduce_in_backward(some, "data", compression=CHEAP), x)
+        return two(params | dq.fsdp(some, "data", compression=CHEAP), x)
 
     return own
 
@@ -270,12 +270,12 @@ IN_PLAIN_JAX = {
     "one resharded": (resharded(two, P(), names=["in"]), "", ""),
     "passed": (passed("in", "out"), "", ""),
     "passed, resharded": (
-        lambda p, x: ALL(dq.reduce_in_backward(p, "data", compression=CHEAP), x), "", "",
+        lambda p, x: ALL(dq.fsdp(p, "data", compression=CHEAP), x), "", "",
     ),
     "resharded, passed": (resharded(passed("in", "out"), P()), "2 sharded parameters", ""),
     "one passed, one resharded": (
         resharded(passed("in"), P(), names=["out"]),
-        r"1 sharded parameters of 16,384 bytes \(out\) do not pass dq.reduce_in_backward", "",
+        r"1 sharded parameters of 16,384 bytes \(out\) do not pass dq.fsdp", "",
     ),
     "split, resharded": (
         resharded(two, P("data"), P(), names=["in"]),
@@ -315,9 +315,9 @@ def test_no_large_gradient_is_summed_by_jax_without_a_word(name, sharded):
     with warnings.catch_warnings(record=True) as seen, jax.set_mesh(mesh):
         warnings.simplefilter("always")
         f = functools.partial(dq.value_and_grad, loss, axis_name="data", compression=CHEAP)
-        found = compiled(f(gather=name not in OF_SHARDS), *args)[1]
+        found = compiled(f(ungathered=name in OF_SHARDS), *args)[1]
         if sharded and name in OF_SHARDS:
-            with pytest.raises(ValueError, match="gather=False"):
+            with pytest.raises(ValueError, match="ungathered=True"):
                 jax.eval_shape(f(), *args)
     native = [size for kind, size in found if kind in ("all-reduce", "reduce-scatter")]
     assert (max(native) >= WIDTH * WIDTH) == bool(said)
@@ -363,7 +363,7 @@ def test_shards_that_a_map_takes_stay_shards(each, told):
 
     def run(exchange, method):
         own = functools.partial(loss, exchange)
-        return dq.value_and_grad(own, axis_name="data", compression=method, gather=False)
+        return dq.value_and_grad(own, axis_name="data", compression=method, ungathered=True)
 
     native = functools.partial(loss, lax.all_to_all)
     with jax.set_mesh(mesh):
@@ -373,7 +373,9 @@ def test_shards_that_a_map_takes_stay_shards(each, told):
     assert_close(found, expected)
     assert found[1]["experts"].sharding.spec == P("data", None, None)
     method = small(CHEAP.method, exclude=exclude)
-    exchange = functools.partial(dq.all_to_all, compression=method, backward=None)
+    exchange = functools.partial(
+        dq.all_to_all, compression=dq.Policy(activations=method, cotangents=method)
+    )
     compressed, moves = compiled(run(exchange, method), params, x)
     assert 1e-6 < float(vnmse(compressed(params, x)[1], expected[1])) < 0.1
     shared = 16 * WIDTH
@@ -414,22 +416,22 @@ def test_errors():
 
     keyed, three = of(lambda p, b, key=None: masked(p, b)), of(lambda p, b, c: masked(p, b))
     keyed(params, batch, None, key=KEY)
-    vector, terms = of(lambda p, b: b["mask"] * p["scale"]), of(reduce=False)
-    metrics, metered = of(reduce=False, metrics=True), of(metrics=True)
+    vector, terms = of(lambda p, b: b["mask"] * p["scale"]), of(unreduced=True)
+    metrics, metered = of(unreduced=True, metrics=True), of(metrics=True)
     step = params | {"step": jnp.int32(2)}
     assert_refused(
         (ValueError, r"over axis 'data'.*jax.device_put", lambda: of()(params, network()[1])),
         (ValueError, r"over \('data', 'model'\).*axis_name='data'", lambda: of()(*over_both)),
         (ValueError, "takes key.*and key= is the key of", lambda: keyed(params, batch, key=KEY)),
-        (ValueError, "reduce=False and metrics=.*dq.reduce", lambda: metrics(params, batch)),
-        (ValueError, "reduce=False and state=", lambda: terms(params, batch, state=())),
-        (ValueError, "reduce=False and key=", lambda: terms(params, batch, key=KEY)),
+        (ValueError, "unreduced=True and metrics=.*dq.reduce", lambda: metrics(params, batch)),
+        (ValueError, "unreduced=True and state=", lambda: terms(params, batch, state=())),
+        (ValueError, "unreduced=True and key=", lambda: terms(params, batch, key=KEY)),
         (ValueError, "there is no mesh.*mesh=mesh", lambda: of()(*network())),
         (TypeError, r"loss has shape \(32,\)", lambda: vector(params, batch)),
         (TypeError, r"\['step'\] is int32\[\].*argnums=", lambda: three(step, batch, None)),
         (ValueError, r"is \{1\}, a set.*frozenset", lambda: three(params, batch, {1})),
         (ValueError, "specs=.* is for Auto axes.*leave it out", lambda: of(specs=P(), mesh=mesh)),
-        (ValueError, "make all axes Explicit, or all Auto", lambda: of(mesh=mixed, reduce=False)),
+        (ValueError, "make all axes Explicit, or all Auto", lambda: of(mesh=mixed, unreduced=True)),
         (NotImplementedError, "over the data axes.*metrics=False", lambda: metered(sharded, batch)),
     )
     both = of(axis_name=("data", "model"))
@@ -514,7 +516,7 @@ def test_types_of_what_a_loss_closes_over_stay_as_they_are():
 
 @functools.cache
 def unreduced(axes="data", mesh=None):
-    f = dq.value_and_grad(masked, axis_name=axes, compression=F32, reduce=False)
+    f = dq.value_and_grad(masked, axis_name=axes, compression=F32, unreduced=True)
     return jax.jit(f)(*placed(mesh, axes))[1]
 
 
@@ -536,7 +538,7 @@ def test_unreduced_gradients_of_shards_are_scattered_where_specs_say_so():
     """FSDP with accumulation: gradients of whole parameters are added, then scattered once."""
     specs = {"up": P("data"), "bias": P(), "down": P(None, "data"), "scale": P()}
     params, batch = put(network()[0], mesh_of(), specs), placed()[1]
-    f = dq.value_and_grad(masked, axis_name="data", compression=F32, reduce=False)
+    f = dq.value_and_grad(masked, axis_name="data", compression=F32, unreduced=True)
 
     def twice(params, batch):
         total = jax.tree.map(jnp.add, f(params, batch)[1], f(params, batch)[1])

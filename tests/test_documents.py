@@ -81,14 +81,14 @@ def test_docstrings_have_every_argument_and_the_result(name):
         assert "\nRaises:\n  " in text
 
 
-GRADIENTS = ["value_and_grad", "nnx.value_and_grad", "sequential", "reduce_in_backward"]
+GRADIENTS = ["value_and_grad", "nnx.value_and_grad", "overlapped", "fsdp"]
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_first_sentence_says_whose_loss_it_is(name):
     first = inspect.getdoc(PUBLIC[f"dynamiq_jax.{name}"]).splitlines()[0].lower()
     assert "worker's" in first
-    assert "global batch's" in first or name == "sequential"  # which runs in maps alone
+    assert "global batch's" in first or name == "overlapped"  # which runs in maps alone
 
 
 def test_the_reference_has_what_optax_exports():

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits, relative_error
-from cases import CHEAP, EVERY_METHOD, TOPOLOGIES, daily, low, small
+from cases import CHEAP, EVERY_METHOD, TOPOLOGIES, daily, low, over, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, compilations, gradient, mesh_of
@@ -93,7 +93,7 @@ def test_a_group_has_the_bits_of_an_axis(name, way):
     x, key = gradient(0, N, SIZE), jax.random.key(3)
     options = {"compression": METHOD, "key": key, **TILED[name]}
     if way is not None:
-        options["topology"] = TOPOLOGIES[way][0]
+        options["compression"] = over(TOPOLOGIES[way][0], METHOD)
     collective, _ = COLLECTIVES[name]
     shuffled = jnp.asarray(sum(GROUPS, []))
 

@@ -27,7 +27,7 @@ PARAMS = {
 
 
 def sharded(inner):
-    return promoting(dq.optax.sharded(inner, "data", compression=EXACT, differences=EXACT))
+    return promoting(dq.optax.sharded(inner, "data", compression=EXACT))
 
 
 def begin(inner, params=PARAMS):

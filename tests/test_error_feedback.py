@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close, assert_same_bits, relative_error
-from cases import LOOP, daily, first_state, small, stepper
+from cases import LOOP, daily, first_state, over, small, stepper
 from workers import gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.methods import error_feedback
 
 KEY = jax.random.key(3)
@@ -228,7 +228,7 @@ def test_what_makes_no_sense_is_refused():
 
 def test_without_state_and_in_halves_it_is_refused():
     method, x = feedback(dq.contrib.MinMax()), jnp.ones((2, 8192))
-    thc = as_compression(feedback(dq.contrib.THC()), dq.Ring())
+    thc = over(dq.Ring(), feedback(dq.contrib.THC()))
     scatter = functools.partial(dq.psum_scatter, tiled=True)
     for error, words, collective, own in (
         (ValueError, r"needs a state.*init_state", dq.psum, method),
@@ -277,11 +277,11 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
     x = gradients(4, 1)[0]
     method, topology = (feedback(dq.contrib.MXFP4()), dq.Hierarchical(outer=DIRECT))
     own = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
-    first = as_compression(method, topology).init_state(own, (2, 2))
+    first = over(topology, method).init_state(own, (2, 2))
     state = jax.tree.map(lambda s: jnp.broadcast_to(s, (2, 2, *s.shape)), first)
 
     def one(x, state):
-        options = {"op": "sum", "compression": method, "topology": topology, "key": KEY}
+        options = {"op": "sum", "compression": over(topology, method), "key": KEY}
         return dq.reduce(x, ("a", "b"), state=state, **options)[:2]
 
     step = jax.jit(jax.vmap(jax.vmap(one, axis_name="b"), axis_name="a"))
@@ -297,9 +297,9 @@ def test_a_hierarchy_remembers_what_its_outer_reduction_loses():
 def test_explain_says_what_the_method_within_may_err():
     tree = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32)}
     alone = dq.DynamiQ(bits=3)
-    options = {"topology": DIRECT, "verbose": False}
+    options = {"verbose": False}
     ours, theirs = (
-        dq.explain(tree, 8, compression=small(method), **options)
+        dq.explain(tree, 8, compression=small(method, topology=DIRECT), **options)
         for method in (dq.ErrorFeedback(alone), alone)
     )
     assert ours.relative_error == theirs.relative_error > 0.35

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits
-from cases import EVERY_METHOD, LOOP, OTHERS, daily, first_state, stepper, wire_bits
+from cases import EVERY_METHOD, LOOP, OTHERS, daily, first_state, over, stepper, wire_bits
 from jax import lax
 from test_wire_bytes import TREE, lower, moved_bits
 from workers import compilations, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.methods.metrics import vnmse
 
 KEY = jax.random.key(1)
@@ -147,11 +147,11 @@ def test_wire_bits_are_what_the_program_moves(name):
     row, n = EVERY_METHOD[name], 4
     topology = route(row, n, turn=NAMES.index(name))
     topology = dq.Ring() if topology == LOOP else topology  # a loop's body counts once
-    options = {"compression": row.method, "topology": topology}
+    options = {"compression": over(topology, row.method)}
 
     def with_state(tree, axis_name, compression, topology=None):
         state = as_compression(compression).init_state(tree, n)
-        options = {"op": "sum", "compression": compression, "topology": topology}
+        options = {"op": "sum", "compression": over(topology, compression)}
         total = dq.reduce(tree, axis_name, state=state, **options).tree
         return jax.tree.map(lambda x: x[None], total)
 

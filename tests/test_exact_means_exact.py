@@ -60,7 +60,7 @@ def gathered(w, x, how):
 def in_backward(w, x, how):
     def loss(own):
         options = {"specs": {"w": P("data")}, "compression": how}
-        return loss_of(dq.reduce_in_backward(own, "data", **options), x)
+        return loss_of(dq.fsdp(own, "data", **options), x)
 
     return jax.grad(loss)({"w": w["w"][: SIZE // N]})
 
@@ -69,15 +69,14 @@ def sequential(w, x, how):
     def loss(own):
         functions = [lambda w, x: jnp.tanh(x @ w)] * 2
         options = {"specs": [P("data")] * 2, "compression": how}
-        return squares(dq.sequential(functions, [own["w"]] * 2, x, "data", **options))
+        return squares(dq.overlapped(functions, [own["w"]] * 2, x, "data", **options))
 
     return jax.grad(loss)({"w": w["w"][: SIZE // N]})
 
 
-def updated(w, x, how, *, deferred=False, **options):
-    optimizer = dq.optax.sharded(
-        optax.sgd(0.1), "data", compression=how, deferred=deferred, **options
-    )
+def updated(w, x, how, *, deferred=False, differences=None):
+    how = how if differences is None else dq.Policy(gradients=how, parameters=differences)
+    optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=how, deferred=deferred)
     state = optimizer.init(w)
     current = dq.optax.gathered(w, state) if deferred else w
     return optimizer.update(jax.grad(loss_of)(w, x), state, current)
@@ -98,7 +97,7 @@ def explicit(w, x, how):
     """`sharded` on Explicit axes, outside of maps."""
     options = {"axis_name": "data", "compression": how}
     optimizer = dq.optax.sharded(optax.sgd(0.1), **options)
-    grads = dq.value_and_grad(loss_of, reduce=False, **options)(w, x)[1]
+    grads = dq.value_and_grad(loss_of, unreduced=True, **options)(w, x)[1]
     return optimizer.update(grads, optimizer.init(w), w)
 
 
@@ -107,8 +106,8 @@ FUNCTIONS = {
     "psum_scatter": mapped(scattered),
     "all_gather": mapped(gathered),
     "all_to_all": mapped(exchanged),
-    "reduce_in_backward": mapped(in_backward),
-    "sequential": mapped(sequential),
+    "fsdp": mapped(in_backward),
+    "overlapped": mapped(sequential),
     "sharded": mapped(updated),
     "sharded, limits of its own": mapped(
         functools.partial(updated, differences=small(min_bucket_bytes=0))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import SMALL, limits_of, wire_bits
+from cases import SMALL, limits_of, over, wire_bits
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression.ways import bytes_per_second
@@ -73,7 +73,7 @@ def test_on_fast_links_only_large_buckets_are_compressed_unless_told():
 
 def test_totals_add_up():
     n, method, ring = 8, dq.DynamiQ(), dq.Ring()
-    explanation = dq.explain(TREE, n, topology=ring, verbose=False)
+    explanation = dq.explain(TREE, n, compression=over(ring), verbose=False)
     share = 2 * (n - 1) / n
     exact = 2 * 5000 + 4 * 300 + 4 + 8 * 12
     compressed = sum(method.wire_bits(d, n, ring) for d in (600_000, 280_000)) / 8
@@ -126,19 +126,19 @@ def test_what_is_passed_is_told_and_all_of_a_flat_topology_crosses():
     """`test_wire_bytes` has the bytes of hierarchies."""
     method, ring = dq.DynamiQ(), dq.Ring(transport="collectives")
     topology = dq.Hierarchical(outer=ring)
-    explanation = dq.explain(TREE, (4, 2), topology=topology, verbose=False)
+    explanation = dq.explain(TREE, (4, 2), compression=over(topology), verbose=False)
     assert explanation.n_workers == 8
     assert explanation.topology == repr(topology)
     assert explanation.reason == "as passed"
     assert explanation.method == repr(method)
     assert explanation.outer_wire_bytes < 0.7 * explanation.wire_bytes
-    flat = dq.explain(TREE, (4, 2), topology=ring, verbose=False)
+    flat = dq.explain(TREE, (4, 2), compression=over(ring), verbose=False)
     assert flat.outer_wire_bytes == pytest.approx(flat.wire_bytes)
-    assert dq.explain(TREE, 8, topology=ring, verbose=False).wire_bytes == flat.wire_bytes
+    assert dq.explain(TREE, 8, compression=over(ring), verbose=False).wire_bytes == flat.wire_bytes
 
 
 def test_table_is_printed_unless_told_not_to(capsys):
-    explanation = dq.explain(TREE, 8, topology=dq.Ring(streams=3))
+    explanation = dq.explain(TREE, 8, compression=dq.Compression(topology=dq.Ring(streams=3)))
     printed = capsys.readouterr().out
     assert printed.strip() == str(explanation).strip()
     lines = printed.splitlines()
@@ -176,7 +176,9 @@ def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, to
     more = f"; assumed, as {n} workers are more than the devices here (8): {hosts}, {links}"
     assert found.reason.endswith(more)
     assert wire_bits(None)(LARGE, sizes) == round(8 * found.wire_bytes)
-    passed = dq.explain(LARGE, sizes, topology=dq.Direct(), verbose=False)
+    passed = dq.explain(
+        LARGE, sizes, compression=dq.Compression(topology=dq.Direct()), verbose=False
+    )
     assert passed.reason == "as passed" + more
 
 
@@ -225,14 +227,14 @@ def test_sharded_updates_of_a_leaf_that_cannot_be_split_send_its_sum(plan):
 
 def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
     """By hand: at 25 Gb/s a million bytes take .32 ms."""
-    found = dq.explain(LARGE, 8, topology=dq.Direct(), rate="25gbit")
+    found = dq.explain(LARGE, 8, compression=dq.Compression(topology=dq.Direct()), rate="25gbit")
     for way in found.ways:
         assert way.wire_ms == pytest.approx(way.sent_bytes / 1e6 * 0.32)
     sharded, native = found.ways[1].wire_ms, 2 * 7 / 8 * 2 * 2**24 / 1e6 * 0.32
     said = f"{sharded:,.1f} ms a step least, by sharded updates (dq.optax.sharded); bf16 psum takes"
     assert f"At 25gbit the wire takes {said} {native:,.1f}." in found.fastest
     assert found.fastest in capsys.readouterr().out
-    plain = dq.explain(LARGE, 8, topology=dq.Direct(), verbose=False)
+    plain = dq.explain(LARGE, 8, compression=dq.Compression(topology=dq.Direct()), verbose=False)
     assert plain.fastest is None and plain.ways[0].wire_ms is None
     # A method that does not scatter has no ways to compare, but a time.
     method = dq.ErrorFeedback(dq.contrib.MXFP8())
@@ -260,9 +262,9 @@ def test_spellings_of_a_rate(rate, expected):
 def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts():
     """A host of eight sends between four hosts what one of four workers does."""
     method = dq.Compression(dq.DynamiQ(), min_bucket_size=0)
-    told = {"compression": method, "verbose": False, "rate": "25gbit"}
-    whole = dq.explain(LARGE, 4, topology=dq.Butterfly(), **told)
-    hosts = dq.explain(LARGE, (4, 8), **told)
+    told = {"verbose": False, "rate": "25gbit"}
+    whole = dq.explain(LARGE, 4, compression=over(dq.Butterfly(), method), **told)
+    hosts = dq.explain(LARGE, (4, 8), compression=method, **told)
     pairs = zip(hosts.ways, whole.ways, strict=True)
     for ours, alone in pairs:
         assert ours.wire_ms == pytest.approx(alone.wire_ms, rel=0.02)
@@ -270,7 +272,7 @@ def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts()
     assert ms(hosts) == pytest.approx(ms(whole), rel=0.01)
     assert "which 8 workers share" in hosts.fastest
     with pytest.raises(ValueError, match=r"n_workers=\(4, 8\) .*cross hosts is not known"):
-        dq.explain(LARGE, (4, 8), topology=dq.Ring(), **told)
+        dq.explain(LARGE, (4, 8), compression=over(dq.Ring(), method), **told)
 
 
 def test_a_rate_means_slow_links_and_one_axis_has_no_outer_bytes():
@@ -285,7 +287,9 @@ def test_a_rate_means_slow_links_and_one_axis_has_no_outer_bytes():
 
 def test_columns_are_as_wide_as_their_numbers():
     tree = {"a": jax.ShapeDtypeStruct((10**12,), jnp.bfloat16)}
-    found = str(dq.explain(tree, 8, topology=dq.Direct(), verbose=False)).splitlines()
+    found = str(
+        dq.explain(tree, 8, compression=dq.Compression(topology=dq.Direct()), verbose=False)
+    ).splitlines()
     row = next(line for line in found if line.startswith("data parallel"))
     assert row.split() == [
         "data",
@@ -307,6 +311,25 @@ def test_halves_over_two_axes_take_two_levels():
         outer = bits[way.name] / 8 * 2**24 / 8 * 3 / 4
         assert way.outer_bytes == pytest.approx(outer, rel=0.02)
     assert f"{found.ways[1].outer_bytes / 1e6:.1f}" in str(found).splitlines()[-2].split()
-    flat = dq.explain(LARGE, (4, 8), topology=dq.Direct(), verbose=False)
+    flat = dq.explain(
+        LARGE, (4, 8), compression=dq.Compression(topology=dq.Direct()), verbose=False
+    )
     assert all(way.outer_bytes == way.sent_bytes for way in flat.ways)
     assert "outer axes" not in str(flat)
+
+
+def test_ways_have_the_parameters_of_a_policy():
+    """Differences have no plan; parameters by path are those of each leaf."""
+    tree = {name: LARGE for name in "ab"}
+    sent = lambda how: [
+        way.sent_bytes for way in dq.explain(tree, 8, compression=how, verbose=False).ways
+    ]
+    default = sent(None)
+    eight = sent(dq.Policy(parameters=dq.DynamiQ(bits=8)))
+    assert eight[0] == default[0] and eight[1] > default[1] and eight[2] == default[2]
+    bits = dq.DynamiQ(bits=2.5, dither=True)
+    assert sent(dq.Policy(parameters=bits))[1] == default[1]
+    by_path = sent(dq.Policy(parameters=lambda path, leaf: bits if path < "b" else None))
+    exact = sent(dq.Policy(parameters=dq.F32()))
+    half = [(a + b) / 2 for a, b in zip(sent(dq.Policy(parameters=bits)), exact, strict=True)]
+    assert by_path == pytest.approx(half, rel=1e-3)

@@ -22,7 +22,6 @@ from workers import auto_mesh
 import dynamiq_jax as dq
 from dynamiq_jax import methods
 from dynamiq_jax.contrib import lanes
-from dynamiq_jax.methods import base
 from dynamiq_jax.methods.metrics import vnmse
 
 ROOT = Path(__file__).parent.parent
@@ -215,31 +214,6 @@ def test_a_model_trains_by_it_in_every_way(text):
     test_ways.check_compressed(way, program.compile(), t, least=1e-4)
 
 
-def test_the_old_base_of_sharded_methods_warns_and_works():
-    with pytest.warns(DeprecationWarning, match="PlainMethod.*method.shards"):
-        old = methods.ShardedMethod
-    with pytest.warns(DeprecationWarning, match="goes with the next minor version"):
-        assert old is base.ShardedMethod
-
-    class Half(old):
-        """Both halves by hand; no codec."""
-
-        all_reduce = wire_bits = sharded_wire_bits = None
-
-        def reduce_scatter(self, x, call):
-            return call.axis.psum_scatter(x)
-
-        def all_gather(self, x, call, *, invarying=False):
-            return call.axis.all_gather(x, to="varying")
-
-    assert Half().shards and isinstance(Half(), old) and issubclass(Half, methods.Method)
-    assert isinstance(dq.DynamiQ(), old) and isinstance(dq.contrib.MXFP8(), old)
-    for other in (dq.contrib.THC(), dq.contrib.Marsit(), dq.ErrorFeedback(dq.F32()), 5):
-        assert not isinstance(other, old)
-    with pytest.raises(AttributeError, match="no attribute 'Sharded'"):
-        methods.Sharded  # noqa: B018
-
-
 def test_an_unfinished_quantiser_is_told_what_it_lacks():
     class Nothing(methods.PlainMethod):
         unit = 64
@@ -387,11 +361,8 @@ def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     told = {"env": environment, "cwd": tmp_path, "text": True, "check": True}
     code = "import cases; print(cases.EVERY_METHOD['int8'])"
-    old = "; from dynamiq_jax.methods import ShardedMethod"
-    found = subprocess.run([sys.executable, "-c", code + old], capture_output=True, **told)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, **told)
     assert "Int8()" in found.stdout and "reach=64" in found.stdout
-    # Python shows a DeprecationWarning only where it blames the program itself.
-    assert "ShardedMethod is deprecated" in found.stderr
     options = ["--workers", "2", "--super-groups", "2", "--seeds", "1", "--methods", "int8,mxfp8"]
     command = [sys.executable, "-m", "dynamiq_jax", "error", *options]
     assert "int8" in subprocess.run(command, capture_output=True, **told).stdout

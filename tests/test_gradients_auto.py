@@ -378,7 +378,7 @@ def test_terms_of_micro_batches_are_summed_once(sizes, op):
     params, batch = arrays()
     halves = in_halves(batch)
     specs = {"up": P(None, "model"), "down": P("model")} if len(sizes) > 1 else None
-    options = {"op": op, "reduce": False, "has_aux": True, "specs": specs}
+    options = {"op": op, "unreduced": True, "has_aux": True, "specs": specs}
 
     def own_loss(params, batch):
         own = errors(params, batch["x"]) * batch["mask"]
@@ -685,8 +685,8 @@ def test_what_does_not_go_is_refused():
     args, keys = arrays(), jax.random.split(jax.random.key(0), 32)
     three = ours(lambda p, b, c: loss(p, b), mesh_of(2))
     inside = jax.shard_map(ours(loss), mesh=mesh_of(8), in_specs=(P(), P("data")), out_specs=P())
-    _, terms = jax.jit(ours(loss, reduce=False))(*args)
-    sharded = ours(loss, reduce=False, specs={"up": P("data"), "down": P()})
+    _, terms = jax.jit(ours(loss, unreduced=True))(*args)
+    sharded = ours(loss, unreduced=True, specs={"up": P("data"), "down": P()})
     flag, vector = lambda: jnp.bool_(True), lambda: jnp.ones(3)
     other, deeper = {"other": "mean"}, {"leaf": {"deeper": "mean"}}
     two = "and the loss got 2 positional"
@@ -707,7 +707,7 @@ def test_what_does_not_go_is_refused():
         (ValueError, "op='sum' and weight=", lambda: ours(loss, op="sum", weight=count)),
         (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
         (ValueError, r"of \('data',\), and axis_name is \('rows',\)", dq.psum, terms, "rows"),
-        (NotImplementedError, "reduce=False.*whole gradients", sharded, *args),
+        (NotImplementedError, "unreduced=True.*whole gradients", sharded, *args),
         (ValueError, r"\['leaf'\] is bool\[\] .*aux=None.*'same'", of_aux(flag), *args),
         (ValueError, r"float32\[3\]", of_aux(vector), *args),
         (ValueError, "aux='average'", of_aux(vector, "average"), *args),
@@ -793,7 +793,7 @@ def test_specs_by_name_cover_all_arguments():
 def test_terms_are_summed_outside_of_jit_where_the_mesh_has_another_axis():
     params, batch = arrays()
     specs = {"up": P(None, "model"), "down": P()}
-    f = ours(loss, mesh_of(2, 2), reduce=False, specs=specs, compression=CHEAP)
+    f = ours(loss, mesh_of(2, 2), unreduced=True, specs=specs, compression=CHEAP)
     run = lambda params, batch: dq.reduce(
         f(params, batch)[1], "data", op="sum", compression=CHEAP, metrics=True
     )

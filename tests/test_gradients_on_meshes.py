@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close, assert_copies_equal, assert_same_bits
-from cases import EIGHT, EXACT, daily, small
+from cases import EIGHT, EXACT, daily, over, small
 from hlo import crossing_bytes, moves_of
 from jax import lax
 from jax.sharding import AxisType
@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from workers import compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.methods.metrics import vnmse
 
@@ -168,8 +167,8 @@ def test_integers_stand_beside_states_and_what_has_no_gradient_is_refused(kind):
         loss()(params, x)
     with pytest.raises(TypeError, match=r"'key'\] is key.* no gradient"):
         loss(allow_int=True)(params | {"key": jax.random.key(0)}, x)
-    with pytest.raises(ValueError, match="reduce=False and allow_int=True"):
-        loss(allow_int=True, reduce=False)
+    with pytest.raises(ValueError, match="unreduced=True and allow_int=True"):
+        loss(allow_int=True, unreduced=True)
 
 
 DATA = Layout({"data": 8}, "data", P())
@@ -229,7 +228,7 @@ def test_nothing_but_what_the_loss_needs_moves_over_the_model_axis(kind):
         return crossing_bytes(program.as_text(), layout.sizes, 1)
 
     args = layout.placed(kind)
-    method = as_compression(METHODS[kind], dq.Direct())
+    method = over(dq.Direct(), METHODS[kind])
     program = jax.jit(layout.ours(kind, compression=method)).lower(*args).compile()
     assert moved(program) == moved(native.lower(*layout.placed()).compile()) > 0  # activations
     assert_copies_equal({"scale": program(*args)[1]["scale"]})
@@ -250,7 +249,7 @@ def test_gradients_of_shards_are_compressed(route):
     def program(method):
         return jax.jit(layout.ours(compression=method)).lower(*args, key=key).compile()
 
-    compiled = program(as_compression(EIGHT, ROUTES[route]))
+    compiled = program(over(ROUTES[route], EIGHT))
     hlo, plain = compiled.as_text(), program(EXACT).as_text()
     assert (" reduce-scatter(" in hlo) == (route == "scattered natively")
     assert " all-to-all(" in hlo

@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_refused, assert_replicas_equal, assert_same_bits, sum_error
-from cases import CHEAP, TWO_WIDTHS, daily, small
+from cases import CHEAP, TWO_WIDTHS, daily, over, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from workers import OnHost, gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
 NAMES = ("pod", "node", "gpu")
@@ -25,7 +24,7 @@ def on_one_device(axes, method, topology):
     """jit of (tree with a leading axis of workers for each of the mapped ``axes``, key)."""
 
     def one(tree, key):
-        return dq.psum(tree, NAMES[-axes:], compression=method, topology=topology, key=key)
+        return dq.psum(tree, NAMES[-axes:], compression=over(topology, method), key=key)
 
     mapped = one
     for name in reversed(NAMES[-axes:]):
@@ -39,7 +38,7 @@ def on_a_mesh(sizes, method, topology, x, key):
 
     def one(x, key):
         x = x.reshape(x.shape[len(sizes) :])
-        return dq.psum(x, axes, compression=method, topology=topology, key=key)
+        return dq.psum(x, axes, compression=over(topology, method), key=key)
 
     specs = {"mesh": mesh_of(*sizes, names=axes), "in_specs": (P(*axes), P()), "out_specs": P()}
     result = jax.jit(jax.shard_map(one, **specs))(x, key)
@@ -129,7 +128,7 @@ def test_derivatives_are_those_of_the_exact_sum():
         mapped = jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node")
         return np.asarray(jax.jit(mapped)(x, tangent))
 
-    ours = pushed(dq.psum, compression=CHEAP, topology=dq.Hierarchical(outer=dq.Ring()))
+    ours = pushed(dq.psum, compression=over(dq.Hierarchical(outer=dq.Ring()), CHEAP))
     assert_same_bits(ours, pushed(lax.psum))
 
 
@@ -137,7 +136,7 @@ def reduced(collective, sizes, topology, axis=None):
     """Traces a collective over the innermost of the axes, or over ``axis``."""
 
     def one(x):
-        return collective(x, axis or NAMES[-len(sizes) :], topology=topology)
+        return collective(x, axis or NAMES[-len(sizes) :], compression=over(topology))
 
     for name in reversed(NAMES[-len(sizes) :]):
         one = jax.vmap(one, axis_name=name)
@@ -154,7 +153,11 @@ def test_each_level_must_serve_its_workers():
             for axis in ("gpu", ("gpu",), ["node"])
             for reduce in (dq.psum, dq.pmean)
         ),
-        (ValueError, "needs two axes and got 1", lambda: explain(topology=dq.Hierarchical())),
+        (
+            ValueError,
+            "needs two axes and got 1",
+            lambda: explain(compression=over(dq.Hierarchical())),
+        ),
         (ValueError, uneven, reduced, dq.psum, (3, 2), dq.Hierarchical(outer=dq.Butterfly())),
         (ValueError, uneven, reduced, dq.psum, (2, 3), dq.Hierarchical(inner=dq.Butterfly())),
     )
@@ -173,7 +176,7 @@ MESHES = {"2x4": (2, 4), "2x2x2": (2, 2, 2), "1x4": (1, 4)}
 
 def halves(x, method, topology, sizes=(2, 4)):
     """Every worker's slice of the sum of x[workers, d], and its gathered copy of all slices."""
-    axes, method = NAMES[-len(sizes) :], as_compression(method, topology)
+    axes, method = NAMES[-len(sizes) :], over(topology, method)
 
     def one(x, key):
         mine = dq.psum_scatter(x[0], axes, tiled=True, compression=method, key=key)
@@ -223,7 +226,7 @@ def test_payloads_gathered_on_two_levels_decode_to_the_bits_of_one():
 
     def gathered(topology):
         def one(x, key):
-            return dq.all_gather(x, axes, compression=as_compression(CHEAP, topology), key=key)
+            return dq.all_gather(x, axes, compression=over(topology, CHEAP), key=key)
 
         mapped = jax.vmap(jax.vmap(one, (0, None), axis_name="gpu"), (0, None), axis_name="node")
         on_mesh = jax.shard_map(lambda x, key: one(x[0], key)[None], **specs)

@@ -11,7 +11,6 @@ import pytest
 
 import dynamiq_jax as dq
 from dynamiq_jax import former
-from dynamiq_jax.compression import explanation
 from dynamiq_jax.contrib import liec
 
 ROOT = Path(__file__).parent.parent
@@ -99,13 +98,13 @@ def exchanged(tokens, x):
     return dq.all_to_all(tokens, "data", 0, 0, tiled=True, compression=method)
 
 def gathered(params, x):
-    gather = dq.reduce_in_backward
+    gather = dq.fsdp
     whole = lambda own: gather(own, "data", compression=method, specs=P("data"))
     return jax.grad(lambda own: loss_fn(whole(own), x))(params)
 
 def piped(params, x):
     options = {"compression": method}
-    return jax.grad(lambda own: dq.sequential([loss_fn], own, x, "data", **options))(params)
+    return jax.grad(lambda own: dq.overlapped([loss_fn], own, x, "data", **options))(params)
 
 jax.eval_shape(traced(all_reduced, P())[1], params, batch)
 jax.eval_shape(traced(averaged, P())[1], params, batch)
@@ -133,7 +132,7 @@ for kind in AxisType.Auto, AxisType.Explicit:
         own = jax.device_put(batch, jax.sharding.NamedSharding(mesh, P("data")))
         both = dq.value_and_grad(loss_fn, axis_name="data", compression=method)
         jax.eval_shape(jax.jit(both), params, own)
-        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, reduce=False)
+        terms = dq.value_and_grad(loss_fn, axis_name="data", compression=method, unreduced=True)
         total = lambda *args: dq.psum(terms(*args)[1], "data", compression=method)
         jax.eval_shape(jax.jit(total), params, own)
 print("public")
@@ -203,10 +202,6 @@ FORMER = {
     "dynamiq_jax.optax.liec": (
         "LIECState",
         liec.LIECState,
-    ),
-    "dynamiq_jax.request": (
-        "explanation",
-        explanation,
     ),
 }
 """Modules of version 0.4, with a name of each and what it is now."""

@@ -1,4 +1,4 @@
-"""`reduce_in_backward`: gradients are those of a reduction after `jax.grad`, layer by layer.
+"""`fsdp`: gradients are those of a reduction after `jax.grad`, layer by layer.
 
 Shards of parameters (FSDP) are gathered in the layers, and gradients are scattered.
 """
@@ -21,7 +21,7 @@ from asserts import (
     assert_same_bits,
     relative_error,
 )
-from cases import CHEAP, EIGHT, EXACT, daily, small
+from cases import CHEAP, EIGHT, EXACT, daily, over, small
 from compiler import AS_USERS
 from hlo import moves_of
 from jax import lax
@@ -30,7 +30,6 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.reduction import reduction
 
 N, DIM, LAYERS = 4, 128, 3
@@ -58,8 +57,9 @@ def model(layers, x, each=lambda w: w, scanned=True, remat=False):
     return jnp.mean(x**2)
 
 
-def in_backward(**options):
-    return partial(dq.reduce_in_backward, **{"axis_name": "data", "compression": EXACT} | options)
+def in_backward(gather=None, *, axis_name="data", compression=EXACT, **options):
+    policy = dq.Policy(gradients=compression, parameters=gather)
+    return partial(dq.fsdp, axis_name=axis_name, compression=policy, **options)
 
 
 @once
@@ -136,7 +136,7 @@ def test_a_whole_model_has_the_bits_of_a_reduction_after_grad(check_vma, op):
 
 def test_in_a_scan_the_collectives_are_inside_the_backward_loop():
     collectives = re.compile(r"= \S+ (all-to-all|all-gather|all-reduce)")
-    method = as_compression(CHEAP, dq.Direct())
+    method = over(dq.Direct(), CHEAP)
 
     def counts(f):
         text = mapped(f, True).lower(*inputs()).compile().as_text()
@@ -315,7 +315,10 @@ def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
 def test_shards_travel_in_bf16_over_fast_links(fast, monkeypatch):
     monkeypatch.setattr(reduction, "fast_links", lambda: fast)
     limits = dataclasses.replace(LAYER, method=None)
-    default = gradient(mesh_of("data"), "data", SPECS, compression=limits)(*problem())
+    step = gradient(mesh_of("data"), "data", SPECS, compression=limits)
+    default, told = step(*problem()), dq.explain(step, *problem(), verbose=False)
+    said = "By default on this machine: shards and their gradients travel in bf16"
+    assert (said in str(told)) == fast
     five, bf16 = (dataclasses.replace(limits, method=x) for x in (dq.DynamiQ(), dq.BF16()))
     chosen = (bf16, dq.BF16()) if fast else (five, dq.DynamiQ(bits=8))
     other = (five, dq.DynamiQ(bits=8)) if fast else (bf16, dq.BF16())
@@ -363,8 +366,8 @@ def test_every_gather_and_scatter_of_a_leaf_has_noise_of_its_own(monkeypatch):
         monkeypatch.setattr(reduction, name, call)
 
     def loss(shard):
-        options = {"compression": CHEAP, "key": KEY, "gather": CHEAP}
-        return jnp.sum(dq.reduce_in_backward(shard, ("a", "b"), specs=P("a", "b"), **options))
+        options = {"compression": dq.Policy(gradients=CHEAP, parameters=CHEAP), "key": KEY}
+        return jnp.sum(dq.fsdp(shard, ("a", "b"), specs=P("a", "b"), **options))
 
     spy("gather_over", lambda n: 2 * n)
     spy("scatter_over", lambda n: n // 2)
@@ -435,7 +438,7 @@ REFUSED = [
     (r"kernel.* sharded over \('data',\).*hold the same", {"own": WHOLE}),
     ("bias.*has shape.*3 entries", {"specs": WHOLE | {"bias": P(None, None, "data")}}),
     ("specs name the axis 'model'", {"specs": P("model")}),
-    ("method=8 is not a method", {"gather": 8}),
+    ("parameters=8 is not a method", {"gather": 8}),
     (r"split over \('data', 'model'\).*out of order", {"specs": BOTH, "own": BOTH}),
     ("op='max'", {"op": "max"}),
     ("key=3 is not a PRNG key", {"key": 3}),
@@ -449,9 +452,9 @@ def test_what_cannot_be_is_refused(complaint, changes):
     options = {"specs": SPECS} | changes
     own = options.pop("own", SPECS)
     mesh = mesh_of("data", "model") if own is BOTH else mesh_of("data")
-    forward = partial(model, each=in_backward(**options))
     maps = {"in_specs": (stacked(own), P("data")), "out_specs": P()}
     with pytest.raises(ValueError, match=complaint):  # in the forward pass already
+        forward = partial(model, each=in_backward(**options))
         jax.eval_shape(jax.shard_map(forward, mesh=mesh, **maps), *problem())
 
 
@@ -472,7 +475,7 @@ def explicit(loss, axes, specs, compression=TYPED, gather=None, options=None):
     mesh = mesh_of(*axes, kind=EXPLICIT)
     each = in_backward(axis_name=axes, compression=compression, gather=gather)
     f = dq.value_and_grad(
-        partial(loss, each=each), axis_name=axes, compression=compression, gather=False
+        partial(loss, each=each), axis_name=axes, compression=compression, ungathered=True
     )
     with jax.set_mesh(mesh):
         return jax.jit(f, compiler_options=options), placed(mesh, specs, axes)
@@ -520,7 +523,7 @@ def test_explicit_shards_of_one_worker_are_whole():
     layers, x = problem()
     each = in_backward(axis_name="data", compression=TYPED, gather=dq.F32())
     loss = dq.value_and_grad(
-        partial(checkpointed, each=each), axis_name="data", compression=TYPED, gather=False
+        partial(checkpointed, each=each), axis_name="data", compression=TYPED, ungathered=True
     )
     with jax.set_mesh(mesh):
         args = put(layers, mesh, stacked(SPECS)), put(x, mesh, P("data"))
@@ -534,15 +537,15 @@ def test_explicit_shards_outside_of_the_layers_are_named():
 
     def loss(params, x):
         x = x @ jax.reshard(params["in"], P())
-        return checkpointed(params["layers"], x, partial(dq.reduce_in_backward, axis_name="data"))
+        return checkpointed(params["layers"], x, partial(dq.fsdp, axis_name="data"))
 
     layers, x = placed(mesh, SPECS, "data")
     args = {"in": put(np.eye(DIM, dtype=np.float32), mesh, P("data")), "layers": layers}, x
     f = partial(dq.value_and_grad, loss, axis_name="data", compression=TYPED)
     with jax.set_mesh(mesh):
         with pytest.warns(UserWarning, match=r"^1 sharded .* \(in\) do not"):
-            jax.eval_shape(f(gather=False), *args)
-        with pytest.raises(ValueError, match="has gathered: pass value_and_grad.*gather=False"):
+            jax.eval_shape(f(ungathered=True), *args)
+        with pytest.raises(ValueError, match="has gathered: pass value_and_grad.*ungathered=True"):
             jax.eval_shape(f(), *args)
 
 
@@ -552,7 +555,7 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
     each = in_backward(compression=TYPED, gather=dq.F32())
     loss = partial(checkpointed, each=each)
     jitted = jax.jit(loss)
-    options = {"axis_name": "data", "mesh": mesh, "compression": TYPED, "gather": False}
+    options = {"axis_name": "data", "mesh": mesh, "compression": TYPED, "ungathered": True}
 
     def inner(layers, x):  # a derivative inside of the loss has a seed of its own
         return loss(layers, x) + jnp.sum(lax.stop_gradient(jax.grad(loss)(layers, x)["bias"]))
@@ -576,7 +579,7 @@ def test_explicit_evaluation_needs_no_derivative_and_others_are_refused():
 def test_explicit_integers_are_gathered_exactly():
     mesh = mesh_of("data", kind=EXPLICIT)
     tree = {"table": put(np.arange(8), mesh, P("data")), "none": None}
-    found = jax.jit(lambda tree: dq.reduce_in_backward(tree, "data"))(tree)
+    found = jax.jit(lambda tree: dq.fsdp(tree, "data"))(tree)
     assert jax.typeof(found["table"]).sharding.spec == P(None) and found["none"] is None
     np.testing.assert_array_equal(found["table"], np.arange(8))
 
@@ -607,8 +610,8 @@ def test_a_large_gather_before_the_loss_is_warned_of(kind):
         traced(1 << 14, sharded)
         traced(rows, whole)
         if kind == EXPLICIT:
-            each = partial(dq.reduce_in_backward, axis_name="data")
-            traced(rows, sharded, each, gather=False)
+            each = partial(dq.fsdp, axis_name="data")
+            traced(rows, sharded, each, ungathered=True)
 
 
 @pytest.mark.parametrize("dtype", ["complex64", "float64", "complex128"])
@@ -620,11 +623,8 @@ def test_means_of_shards_keep_the_bits_of_wide_and_complex_numbers(dtype):
         keep = (lambda x: x) if dtype.startswith("complex") else np.real
         params, x = (keep(draw(*shape)).astype(dtype) for shape in ((64, 32), (16, 64)))
         loss = lambda w, x: jnp.mean(jnp.abs(x @ w - 0.5) ** 2)
-        mesh, exact = (
-            auto_mesh(N),
-            {"compression": dq.F32(), "gather": dq.F32(), "specs": P("data")},
-        )
-        own = lambda w, x: loss(dq.reduce_in_backward(w, "data", **exact), x)
+        mesh, exact = auto_mesh(N), {"compression": dq.F32(), "specs": P("data")}
+        own = lambda w, x: loss(dq.fsdp(w, "data", **exact), x)
         maps = {"mesh": mesh, "in_specs": (P("data"), P("data")), "out_specs": P("data")}
         found = jax.jit(jax.shard_map(jax.grad(own), **maps))(params, x)
         expected = jax.jit(jax.grad(loss))(params, x)

@@ -37,7 +37,7 @@ def taken(function, *args, **options):
 
 
 def test_interpret_runs_programs_with_calls_and_constants():
-    """Of the values themselves it computes what the program does."""
+    """With values themselves it computes what the program computes."""
     program = program_of(lambda x: jax.jit(jnp.sin)(x) @ X.T + 2, X)
 
     def rule(equation, operands):

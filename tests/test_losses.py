@@ -260,7 +260,7 @@ def test_what_plain_jax_trains_trains(steps, penalty, mesh):
 
 def test_terms_that_are_reduced_later_hold_what_jax_has_summed():
     steps, penalty, mesh = DAILY[0]
-    compare(*check(steps, penalty, MESHES[mesh], reduce=False)[:2])
+    compare(*check(steps, penalty, MESHES[mesh], unreduced=True)[:2])
 
 
 def largest_native(step, args):
@@ -347,9 +347,9 @@ def test_gathered_shards_have_uses_without_a_rule_too(told):
     args = put(params, mesh, SHARDED), put(batch, mesh, P("data"))
 
     options = {"axis_name": "data", "compression": BY_HOPS}
-    ours = functools.partial(dq.reduce_in_backward, gather=dq.F32(), **options)
+    ours = functools.partial(dq.fsdp, **options)
     loss = in_layers(plainly if told else ours, ours)
-    own = jax.jit(dq.value_and_grad(loss, gather=False, **options))
+    own = jax.jit(dq.value_and_grad(loss, ungathered=True, **options))
     with jax.set_mesh(mesh), warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         found = own(*args)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close, assert_copies_equal, assert_same_bits
-from cases import EXACT, daily, small
+from cases import EXACT, daily, over, small
 from hlo import crossing_bytes
 from jax import lax
 from jax.sharding import AxisType
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, gradient, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.methods.metrics import vnmse
 
 N, PARTS, MODEL = 4, 2, 1
@@ -30,7 +30,7 @@ MODELS = {
 }
 DYNAMIQ = small(dq.DynamiQ(widths=(6, 8), bits=8, format=dq.Format(group_scale="bf16")))
 
-OPTIONS = {"compression": DYNAMIQ, "topology": dq.Direct(), "key": jax.random.key(3)}
+OPTIONS = {"compression": over(dq.Direct(), DYNAMIQ), "key": jax.random.key(3)}
 
 
 def mesh_of(kind="automatic"):
@@ -88,7 +88,7 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
     mesh = mesh_of(kind)
     tree = placed(mesh)
     specs = None if kind in ("explicit", "model explicit") else SPECS
-    options = {"compression": EXACT, "topology": dq.Direct(), "specs": specs}
+    options = {"compression": over(dq.Direct(), EXACT), "specs": specs}
     ours = over_data(mesh, lambda t: dq.pmean(t, "data", **options), check_vma=check_vma)
     native = over_data(mesh, lambda t: lax.pmean(t, "data"), check_vma=check_vma)
     with jax.set_mesh(mesh):
@@ -101,7 +101,7 @@ def test_nothing_moves_over_an_axis_that_is_left_to_the_compiler(kind, check_vma
 
 
 def test_pairs_of_workers_reduce_their_shards():
-    options = {"compression": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options = {"compression": over(dq.Direct(), EXACT), "specs": SPECS}
     options["axis_index_groups"] = [[0, 2], [3, 1]]
     pairs = lambda tree: jax.tree.map(lambda x: x[None], dq.psum(tree, "data", **options))
     run = over_data(mesh_of(), pairs, check_vma=False, out_specs=P("data"))
@@ -171,7 +171,7 @@ def test_derivatives_are_those_of_the_exact_mean():
             placed(mesh_of())
         )
 
-    options = {"axis_name": "data", "compression": EXACT, "topology": dq.Direct(), "specs": SPECS}
+    options = {"axis_name": "data", "compression": over(dq.Direct(), EXACT), "specs": SPECS}
     found = gradient_of(functools.partial(dq.pmean, **options))
     exact = gradient_of(lambda tree: lax.pmean(tree, "data"))
     assert all(np.any(np.asarray(leaf)) for leaf in exact.values())
@@ -210,11 +210,11 @@ def test_metrics_are_those_of_all_parts():
     mesh, tree = mesh_of(), inputs()
     columns, norm = tree["columns"].copy(), tree["norm"].copy()
     columns[0, 0, [3, 50]], norm[2, 5] = np.nan, np.inf
-    options = {"compression": EXACT, "topology": dq.Direct(), "specs": SPECS, "metrics": True}
+    options = {"compression": over(dq.Direct(), EXACT), "specs": SPECS, "metrics": True}
     mapped = over_data(mesh, lambda t: dq.reduce(t, "data", **options).metrics)
     metrics = mapped(tree | {"columns": columns, "norm": norm})
     assert metrics.nonfinite == 3
-    request = as_compression(EXACT, dq.Direct())
+    request = over(dq.Direct(), EXACT)
     promised = request.explain(abstract(SHAPES), N, mesh=mesh, specs=SPECS, verbose=False)
     assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
 

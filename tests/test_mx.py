@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import daily, small
+from cases import daily, over, small
 from kernel_runs import MX, assert_same_mx, lowered_for_cuda, mx_gradients, mx_program, mx_results
 
 import dynamiq_jax as dq
@@ -88,13 +88,11 @@ def ran(call, backend, x):
 
 
 def summed(topology, x, name, method):
-    return dq.psum(x, name, compression=method, topology=topology)
+    return dq.psum(x, name, compression=over(topology, method))
 
 
 def scattered(x, name, method):
-    return dq.psum_scatter(
-        x, name, tiled=True, compression=method, topology=dq.Ring(unroll_up_to=1)
-    )
+    return dq.psum_scatter(x, name, tiled=True, compression=over(dq.Ring(unroll_up_to=1), method))
 
 
 def gathered(x, name, method):
@@ -104,7 +102,7 @@ def gathered(x, name, method):
 def remembered(x, name, method):
     memory = small(dq.ErrorFeedback(method.method))
     state = memory.init_state(x, 4)
-    out = dq.reduce(x, name, op="sum", state=state, compression=memory, topology=dq.Butterfly())
+    out = dq.reduce(x, name, op="sum", state=state, compression=over(dq.Butterfly(), memory))
     return jnp.stack([out.tree, *jax.tree.leaves(out.state)])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_close
-from cases import CHEAP, small
+from cases import CHEAP, over, small
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -120,7 +120,7 @@ def test_paths_of_states_exclude_norms():
         return None if path.startswith("norm/") else dq.contrib.MXFP8()
 
     grads = nnx.state(Model(), nnx.Param)
-    found = dq.explain(grads, 8, compression=small(by_path), topology=dq.Direct(), verbose=False)
+    found = dq.explain(grads, 8, compression=over(dq.Direct(), small(by_path)), verbose=False)
     assert "out/kernel/value" in asked
     routes = {row.name: row.route for row in found.rows}
     assert {route for name, route in routes.items() if "norm" in name} == {"exact: excluded"}

@@ -14,7 +14,7 @@ from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.core import compat
 from dynamiq_jax.core import explicit as explicit
 
@@ -106,13 +106,11 @@ class TestKeysThatDiffer:
 
     KEY = jax.random.key(3)
 
-    @pytest.mark.parametrize(
-        "collective", [dq.psum, dq.psum_scatter, dq.all_gather, dq.reduce_in_backward]
-    )
+    @pytest.mark.parametrize("collective", [dq.psum, dq.psum_scatter, dq.all_gather, dq.fsdp])
     def test_are_refused_by_their_type(self, collective):
         def run(x):
             key = jax.random.fold_in(self.KEY, jax.lax.axis_index("data"))
-            x = x if collective is dq.reduce_in_backward else as_varying(x)
+            x = x if collective is dq.fsdp else as_varying(x)
             return collective(x, "data", compression=CHEAP, key=key)
 
         with pytest.raises(ValueError, match="key varies over axis 'data'.*in_specs=P()"):
@@ -161,7 +159,7 @@ class TestAnotherVersionOfJax:
         """It would be half of what it should be."""
 
         def own(w, x):
-            w = dq.reduce_in_backward(w, "data", compression=CHEAP)
+            w = dq.fsdp(w, "data", compression=CHEAP)
             return jax.lax.pmean(jnp.mean(w * x[0]), "data")
 
         options = {"in_specs": (P(), P("data")), "out_specs": P()}
@@ -208,20 +206,3 @@ class TestAnotherVersionOfJax:
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="and has no client"):
             compat.coordination_client()
-
-
-@pytest.mark.usefixtures("padding_is_free")
-def test_the_former_name_of_compression_warns_and_serves():
-    """A warning of the user's line; both names at once are refused."""
-    tree = {"w": jnp.ones((8, 64))}
-    traced = lambda **options: jax.eval_shape(
-        jax.vmap(lambda x: dq.pmean(x, "data", **options), axis_name="data"), tree
-    )
-    with pytest.warns(DeprecationWarning, match="method= is deprecated.*compression= now") as found:
-        traced(method=CHEAP)
-    assert [one.filename for one in found] == [__file__]
-    namespace = {"__name__": None, "traced": partial(traced, method=CHEAP)}
-    with pytest.warns(DeprecationWarning, match="method= is deprecated"):
-        exec("traced()", namespace)
-    with pytest.raises(TypeError, match="pass compression, since method is its former name"):
-        traced(method=CHEAP, compression=CHEAP)

@@ -11,14 +11,13 @@ import optax
 import optax_steps
 import pytest
 from asserts import assert_close, assert_refused, assert_same_bits
-from cases import CHEAP, EXACT, daily, first_state, small
+from cases import CHEAP, EXACT, daily, first_state, over, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, compilations, gradient, loss_fn, mesh_of, problem, promoting, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.contrib import liec
 
 N = 8
@@ -27,7 +26,7 @@ MEMORY = small(dq.ErrorFeedback(dq.contrib.OmniReduce(block_size=64)))
 POWER = dq.Compression(dq.ErrorFeedback(dq.contrib.PowerSGD(rank=2)), min_leaf_size=1)
 KEY = jax.random.key(0)
 REDUCED = dq.optax.all_reduce("data", compression=dq.F32())
-SHARDED = promoting(dq.optax.sharded(optax.sgd(0.1), "data", compression=EXACT, differences=EXACT))
+SHARDED = promoting(dq.optax.sharded(optax.sgd(0.1), "data", compression=EXACT))
 SGD = promoting(optax.sgd(0.1, momentum=0.9))
 """Its updates have the scale of gradients, where Adam's are the same for a sum and a mean."""
 ADAM = promoting(optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2)))
@@ -91,7 +90,7 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
 def test_it_compresses_as_reduce_does_and_keeps_its_state():
     """Every step has a key of its own."""
     method = small(dq.ErrorFeedback(dq.contrib.MXFP8(rounding="stochastic")))
-    method = as_compression(method, dq.Direct())
+    method = over(dq.Direct(), method)
     options = {"op": "sum", "metrics": True, "compression": method}
     optimizer = dq.optax.all_reduce("data", key=KEY, **options)
     grads = {"w": gradient(0, N, 5000)}
@@ -126,9 +125,7 @@ def test_arguments_that_all_reduce_had_are_refused_in_a_chain(name):
 
 def stateful(method=SCALED):
     topology = None if method in (MEMORY, POWER) else dq.Direct()
-    reduced = dq.optax.all_reduce(
-        "data", compression=as_compression(method, topology), metrics=True
-    )
+    reduced = dq.optax.all_reduce("data", compression=over(topology, method), metrics=True)
     return optax.chain(reduced, ADAM)
 
 
@@ -243,7 +240,7 @@ def outside(mesh, specs):
         jnp.einsum("bh,ho->bo", jnp.tanh(x @ p["up"]), p["down"], **placed)
     )
     grad_fn = dq.value_and_grad(
-        loss, mesh=mesh, axis_name="data", compression=SCALED, reduce=False,
+        loss, mesh=mesh, axis_name="data", compression=SCALED, unreduced=True,
         specs=None if explicit else specs,
     )  # fmt: skip
     optimizer = dq.optax.all_reduce("data", compression=SCALED, op="sum")
@@ -279,7 +276,7 @@ def test_one_worker_keeps_its_state_and_is_not_warned(kind):
     loss = lambda params, x: jnp.mean(jnp.square(x @ params["w"]))  # the gradient is 2
     options = {"axis_name": "data", "compression": feedback}
 
-    terms = dq.value_and_grad(loss, **options, reduce=False)
+    terms = dq.value_and_grad(loss, **options, unreduced=True)
 
     def later(params, x, state):
         return dq.reduce(terms(params, x)[1], **options, op="sum", state=state)
@@ -489,7 +486,9 @@ def test_a_trainers_own_init_on_explicit_axes():
     mesh = mesh_of(8, kind=AxisType.Explicit)
     own = dataclasses.replace(EXACT, min_leaf_size=256)
     rule = promoting(optax.adam(1e-2))
-    optimizer = promoting(dq.optax.sharded(rule, "data", compression=own, differences=own))
+    optimizer = promoting(
+        dq.optax.sharded(rule, "data", compression=dq.Policy(gradients=own, parameters=own))
+    )
     params = {"in": jnp.ones((64, 64)) / 8, "scale": jnp.ones(8)}
     x = put(jnp.linspace(-1, 1, 16 * 64).reshape(16, 64), mesh, P("data"))
     loss = lambda p, x: jnp.mean((x @ p["in"]) ** 2) * jnp.sum(p["scale"])
@@ -497,7 +496,7 @@ def test_a_trainers_own_init_on_explicit_axes():
         params = put(params, mesh)
         state = optimizer.init(params)
         assert state.masters["in"].sharding.spec != P()
-        grads = dq.value_and_grad(loss, axis_name="data", compression=own, reduce=False)
+        grads = dq.value_and_grad(loss, axis_name="data", compression=own, unreduced=True)
 
         @jax.jit
         def step(params, state, x):

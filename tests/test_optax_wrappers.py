@@ -22,7 +22,7 @@ import dynamiq_jax.optax
 SGD = optax.sgd(0.1, momentum=0.9)
 FUNCTIONS = {
     "all_reduce": lambda inner: optax.chain(dq.optax.all_reduce("data", compression=EXACT), inner),
-    "sharded": lambda inner: dq.optax.sharded(inner, "data", compression=EXACT, differences=EXACT),
+    "sharded": lambda inner: dq.optax.sharded(inner, "data", compression=EXACT),
 }
 
 
@@ -223,7 +223,9 @@ def test_what_changes_updates_trains_as_with_plain_optax(name):
         with pytest.raises(ValueError, match=row.inside):
             trained_by(name, "inside", compression=EXACT)
     if row.apart is not None:
-        found = trained_by(name, "around", compression=EIGHT, differences=COARSE)
+        found = trained_by(
+            name, "around", compression=dq.Policy(gradients=EIGHT, parameters=COARSE)
+        )
         first = problem(1)[0]
         first = optax.LookaheadParams.init_synced(first) if "lookahead" in name else first
         far = lambda a, b: float(
@@ -260,7 +262,7 @@ def test_hyperparameters_around_sharded_on_explicit_axes_are_refused_with_their_
         return FUNCTIONS["sharded"](optax.sgd(rate))
 
     inside = FUNCTIONS["sharded"](optax.inject_hyperparams(optax.sgd)(0.1))
-    options = {"axis_name": "data", "compression": EXACT, "reduce": False}
+    options = {"axis_name": "data", "compression": EXACT, "unreduced": True}
     grad_fn = dq.value_and_grad(loss_fn, **options)
     params, batches = problem(1)
     with jax.set_mesh(mesh):
@@ -284,7 +286,7 @@ def test_all_reduce_keeps_its_memory_outside_of_maps_as_reduce_does(kind):
     method = small(dq.ErrorFeedback(dq.contrib.MXFP8()))
     options = {"compression": method, "op": "sum"}
     grad_fn = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name="data", compression=method, reduce=False
+        loss_fn, mesh=mesh, axis_name="data", compression=method, unreduced=True
     )
     optimizer = dq.optax.all_reduce("data", **options)
     params, batches = problem(2)

@@ -43,7 +43,10 @@ RULES = {
 
 def make(rule, n_axes="data", compression=F32, differences=F32, **options):
     inner, max_norm = RULES[rule]
-    told = {"compression": compression, "differences": differences, "max_norm": max_norm}
+    told = {
+        "compression": dq.Policy(gradients=compression, parameters=differences),
+        "max_norm": max_norm,
+    }
     return promoting(dq.optax.sharded(inner, n_axes, **told, **options))
 
 
@@ -167,7 +170,9 @@ def test_norms_and_noise_stop_where_the_leaf_does():
     params = {"w": np.zeros(9, "f"), "v": np.zeros((9, 9), "f")}
     method = small(contrib.MinMax())
     optimizer = promoting(
-        dq.optax.sharded(optax.sgd(1.0), "data", compression=method, differences=F32)
+        dq.optax.sharded(
+            optax.sgd(1.0), "data", compression=dq.Policy(gradients=method, parameters=F32)
+        )
     )
     mesh = auto_mesh(8)
     state = dq.optax.init(optimizer, params, mesh)
@@ -216,7 +221,7 @@ def test_outside_of_maps_on_explicit_axes():
         hidden = jnp.tanh(x @ params["w"] + params["v"][None])
         return jnp.mean(jnp.square(hidden @ params["out"] + params["b"][None] - 1))
 
-    grad_fn = dq.value_and_grad(loss_of, axis_name="data", compression=F32, reduce=False)
+    grad_fn = dq.value_and_grad(loss_of, axis_name="data", compression=F32, unreduced=True)
 
     @jax.jit
     def step(params, state, x):
@@ -316,7 +321,7 @@ def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n, before):
 def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
     """Its differences were pending: its copy is an update behind, which no user has changed."""
     params = {"w": np.zeros((3, 3, 3), np.float32)}
-    told = {"compression": EXACT, "differences": EXACT, "deferred": True}
+    told = {"compression": EXACT, "deferred": True}
     optimizer = dq.optax.sharded(optax.sgd(1.0), "data", **told)
     with pytest.warns(UserWarning, match="no dimension that the 4 workers"):
         fresh = dq.optax.init(optimizer, params, auto_mesh(4))
@@ -352,7 +357,12 @@ def test_no_number_of_workers_loses_an_update(counts, deferred):
     normal = lambda: [np.float32(rng.standard_normal(shape)) for shape in shapes]
     exact = small(dq.F32(), min_bucket_bytes=0)
     optimizer = promoting(
-        dq.optax.sharded(rule, "data", compression=exact, differences=exact, deferred=deferred)
+        dq.optax.sharded(
+            rule,
+            "data",
+            compression=dq.Policy(gradients=exact, parameters=exact),
+            deferred=deferred,
+        )
     )
     found = expected = normal()
     state = None
@@ -463,12 +473,12 @@ def test_gradients_and_differences_travel_in_a_pipeline(differences):
             def loss(masters):
                 told = {"specs": specs.masters, "copies": params, "compression": F32}
                 if state.pending is not None:
-                    return dq.sequential(
+                    return dq.overlapped(
                         FUNCTIONS, masters, x, "data", pending=state.pending, **told
                     )
                 if differences is F32:
-                    return dq.sequential(FUNCTIONS, masters, x, "data", **told), params
-                return loss_of(dq.reduce_in_backward(masters, "data", **told), x), params
+                    return dq.overlapped(FUNCTIONS, masters, x, "data", **told), params
+                return loss_of(dq.fsdp(masters, "data", **told), x), params
 
             (_, params), grads = jax.value_and_grad(loss, has_aux=True)(state.masters)
             updates, state = optimizer.update(grads, state, params)

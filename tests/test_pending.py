@@ -33,7 +33,9 @@ PLANNED = dataclasses.replace(DITHER, method=dataclasses.replace(DITHER.method, 
 
 def make(differences: Any = F32, **options: Any) -> Any:
     inner = optax.sgd(0.3, momentum=0.9)
-    return dq.optax.sharded(inner, "data", compression=F32, differences=differences, **options)
+    return dq.optax.sharded(
+        inner, "data", compression=dq.Policy(gradients=F32, parameters=differences), **options
+    )
 
 
 def make_step(optimizer: Any, state: Any, n: int = N, functions: Any = FUNCTIONS) -> Any:
@@ -42,7 +44,7 @@ def make_step(optimizer: Any, state: Any, n: int = N, functions: Any = FUNCTIONS
 
     def loss(masters, params, pending, x):
         options = {"compression": F32, "specs": specs.masters, "copies": params, "pending": pending}
-        found = dq.sequential(functions, masters, x, "data", **options)
+        found = dq.overlapped(functions, masters, x, "data", **options)
         return (found, params) if pending is None else found
 
     def step(params, state, x):
@@ -158,7 +160,7 @@ def test_a_step_that_takes_no_differences_warns(monkeypatch):
 
     maps = {"in_specs": (P(), specs), "out_specs": (P(), specs)}
     mapped = jax.shard_map(step, mesh=auto_mesh(N), **maps)
-    with pytest.warns(UserWarning, match="pass pending=state.pending to dq.sequential"):
+    with pytest.warns(UserWarning, match="pass pending=state.pending to dq.overlapped"):
         jax.eval_shape(mapped, params, state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -217,7 +219,7 @@ def test_what_cannot_be_is_refused():
         def loss(params, state, x):
             told = {"specs": specs.masters, "copies": params, "pending": state.pending}
             told |= {name: f(params, state) for name, f in options.items()}
-            return dq.sequential(FUNCTIONS, state.masters, x, axis, **told)
+            return dq.overlapped(FUNCTIONS, state.masters, x, axis, **told)
 
         maps = {"in_specs": (P(), specs, P("data")), "out_specs": P(), "check_vma": False}
         mesh = jax.make_mesh((N, 1), ("data", "more"), axis_types=(AxisType.Auto,) * 2)
@@ -282,9 +284,9 @@ def test_updates_have_a_plan_only_if_the_user_passes_one(name, deferred):
         "planned": (dq.DynamiQ(plan=True), PLANNED.method),
         "by path": (lambda *_: dq.DynamiQ(), lambda *_: DITHER.method),
     }
-    told = dict(zip(("compression", "differences"), methods[name], strict=True))
-    told["compression"] = dq.Compression(told["compression"], **LIMITS)
-    optimizer = dq.optax.sharded(optax.sgd(0.3), "data", **told, deferred=deferred)
+    gradients, differences = methods[name]
+    policy = dq.Policy(gradients=dq.Compression(gradients, **LIMITS), parameters=differences)
+    optimizer = dq.optax.sharded(optax.sgd(0.3), "data", compression=policy, deferred=deferred)
     params = {"w": jnp.ones((64, 64))}
 
     def step(params, state):
@@ -311,7 +313,7 @@ def test_gradients_beside_the_backward_pass_have_a_plan_over_slow_links(plan):
 
     def grads(masters, copies, x):
         options = {"compression": compression, "specs": [P("data")] * 2, "copies": copies}
-        return jax.grad(lambda own: dq.sequential(functions, own, x, "data", **options))(masters)
+        return jax.grad(lambda own: dq.overlapped(functions, own, x, "data", **options))(masters)
 
     maps = {"in_specs": (P("data"), P(), P("data")), "out_specs": P("data")}
     text = str(jax.make_jaxpr(jax.shard_map(grads, mesh=auto_mesh(4), **maps))(params, params, x))
@@ -330,7 +332,7 @@ def test_functions_run_beside_the_payload_between_hosts_of_several_devices():
     def loss(params, x):
         own = [w.reshape(-1)[: w.size // 4].reshape(16, 64) for w in params]
         options = {"compression": method, "specs": [P(("hosts", "gpus"))] * layers}
-        return dq.sequential(functions, own, x, ("hosts", "gpus"), **options)
+        return dq.overlapped(functions, own, x, ("hosts", "gpus"), **options)
 
     maps = {"in_specs": (P(), P(("hosts", "gpus"))), "out_specs": P(("hosts", "gpus"))}
     mapped = jax.shard_map(

@@ -116,7 +116,7 @@ def test_leaves_that_are_split_along_different_dimensions_share_buckets():
         batch = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=split)
         optimizer = dq.optax.sharded(optax.sgd(0.1), "data")
         state = dq.optax.init(optimizer, params, mesh)
-        grads_of = dq.value_and_grad(loss, axis_name="data", reduce=False)
+        grads_of = dq.value_and_grad(loss, axis_name="data", unreduced=True)
 
         def step(params, state, batch):
             _, grads = grads_of(params, batch)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from cases import over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh
@@ -112,7 +113,7 @@ def by_all_gather(params):
 def by_sequential(params):
     def loss(params):
         functions = [lambda own, x: jnp.tanh(x @ own["w"] @ own["v"])] * len(params)
-        return jnp.sum(dq.sequential(functions, params, jnp.ones((2, 16)), "data", **KEYED))
+        return jnp.sum(dq.overlapped(functions, params, jnp.ones((2, 16)), "data", **KEYED))
 
     return jax.grad(loss)(params)
 
@@ -169,7 +170,7 @@ def test_what_travels_natively_costs_what_it_costs_lax(name, axes):
     tree |= {"w": jax.ShapeDtypeStruct((4200,), "float32")}  # padded to 19 bits
     if name == "psum":
         tree["count"] = jax.ShapeDtypeStruct((3,), "int32")
-    options = {"compression": method, "topology": dq.Direct()}
+    options = {"compression": over(dq.Direct(), method)}
     sizes = {"data": 8} if len(axes) == 1 else {"data": 4, "model": 2}
     own = size_of(partial(getattr(dq, name), axis_name=axes, **options), tree, sizes)
     theirs = size_of(partial(getattr(jax.lax, name), axis_name=axes), tree, sizes)

@@ -69,7 +69,7 @@ def test_fast_links_push_where_the_mesh_has_its_devices_in_order(nvlink, check_v
         assert off(on_mesh(order, reduce, x, check_vma=check_vma), exact) < 0.2
 
 
-def over(mesh, x, wanted=None):
+def laid(mesh, x, wanted=None):
     """A row of ``x`` for each device of a mesh; and a psum mapped over ``wanted``'s devices."""
     run = jax.shard_map(
         lambda x: dq.psum(x[0], "data"), mesh=wanted, in_specs=P("data"), out_specs=P()
@@ -80,29 +80,29 @@ def over(mesh, x, wanted=None):
 def test_each_mesh_that_is_set_has_a_program_by_its_own_devices(nvlink):
     x = gradient(5, 2, 7 * 2**14)  # no other test has traced this size
     exact = np.asarray(x).sum(0)
-    run = over(auto_mesh(2), x)[1]
+    run = laid(auto_mesh(2), x)[1]
     for order, pushes in (([0, 1], True), ([1, 0], False), ([2, 3], False), ([0, 1], True)):
         mesh = Mesh(np.array(jax.devices())[order], ("data",))
         with jax.set_mesh(mesh):
-            total = np.asarray(run(over(mesh, x)[0]))
+            total = np.asarray(run(laid(mesh, x)[0]))
         assert off(total / (1000 if pushes else 1), exact) < 0.2, order
 
 
 def test_programs_for_devices_that_are_not_known_do_not_push(nvlink):
     x, mesh = gradient(5, 2, 9 * 2**14), auto_mesh(2)  # no other test has traced this size
-    exact, (own, run) = np.asarray(x).sum(0), over(mesh, x, mesh.abstract_mesh)
+    exact, (own, run) = np.asarray(x).sum(0), laid(mesh, x, mesh.abstract_mesh)
     assert off(np.asarray(run(own)), exact) < 0.2
     shapes = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own.sharding)
-    exported = jax.export.export(over(mesh, x, mesh)[1])(shapes)
+    exported = jax.export.export(laid(mesh, x, mesh)[1])(shapes)
     reverse = Mesh(np.array(jax.devices())[[1, 0]], ("data",))
-    assert off(np.asarray(jax.jit(exported.call)(over(reverse, x)[0])), exact) < 0.2
+    assert off(np.asarray(jax.jit(exported.call)(laid(reverse, x)[0])), exact) < 0.2
     # Nor does what JAX has traced before a mesh of devices was set.
-    run, abstract = over(mesh, x)[1], mesh.abstract_mesh
+    run, abstract = laid(mesh, x)[1], mesh.abstract_mesh
     with jax.sharding.use_abstract_mesh(abstract):
         run.trace(shapes.update(sharding=jax.NamedSharding(abstract, P("data"))))
     for around in (mesh, reverse):
         with jax.set_mesh(around):
-            assert off(np.asarray(run(over(around, x)[0])), exact) < 0.2
+            assert off(np.asarray(run(laid(around, x)[0])), exact) < 0.2
 
 
 def by_terms(x):
@@ -111,7 +111,7 @@ def by_terms(x):
     loss = lambda params, x: jnp.sum(params * x[0]) * 2  # a mean of two workers' losses
 
     def total(params, x):
-        grad_fn = dq.value_and_grad(loss, axis_name="data", reduce=False)
+        grad_fn = dq.value_and_grad(loss, axis_name="data", unreduced=True)
         return dq.psum(grad_fn(params, x)[1], "data")
 
     return lambda: jax.jit(lambda x: total(params, x))
@@ -124,7 +124,7 @@ def by_gradients(x):
     return lambda: jax.jit(lambda x: grad_fn(jnp.asarray(params), x)[1])
 
 
-SUMS = {"map": (15, lambda x: lambda: over(auto_mesh(2), x)[1]), "terms": (13, by_terms),
+SUMS = {"map": (15, lambda x: lambda: laid(auto_mesh(2), x)[1]), "terms": (13, by_terms),
         "gradients": (11, by_gradients)}  # fmt: skip
 """{name: (the size in 2**14, which no other test has traced; x -> () -> a new `jax.jit`)}"""
 
@@ -135,7 +135,7 @@ def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
     size, sums = SUMS[way]
     x, mesh = gradient(5, 2, size * 2**14), auto_mesh(2)
     exact, fresh = np.asarray(x).sum(0), sums(x)
-    own, _ = over(mesh, x)
+    own, _ = laid(mesh, x)
     with jax.set_mesh(mesh):
         assert off(np.asarray(fresh()(own)) / 1000, exact) < 0.2
     abstract = mesh.abstract_mesh
@@ -157,12 +157,12 @@ def test_gradients_push_after_a_trace_for_an_abstract_mesh(nvlink):
         sharding = jax.NamedSharding(abstract, P("data"))
         fresh().trace(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding))
     with jax.set_mesh(mesh):
-        assert off(np.asarray(fresh()(over(mesh, x)[0])) / 1000, exact) < 0.2
+        assert off(np.asarray(fresh()(laid(mesh, x)[0])) / 1000, exact) < 0.2
 
 
 def test_programs_that_push_take_arrays_on_several_meshes(nvlink):
     x, mesh = gradient(5, 2, 9 * 2**14), auto_mesh(2)
-    own, run = over(mesh, x, mesh)
+    own, run = laid(mesh, x, mesh)
     other = jax.NamedSharding(Mesh(np.array(jax.devices())[:2], ("other",)), P())
     added = jax.device_put(jnp.zeros(x.shape[1]), other)
     total = np.asarray(jax.jit(lambda x, y: run(x) + y)(own, added))
@@ -177,7 +177,7 @@ def test_a_jax_that_does_not_say_its_mesh_does_not_push(nvlink, part, monkeypatc
     monkeypatch.setattr(lowering, part, lost)
     x = gradient(5, 2, (11 + len(part)) * 2**12)  # no other test has traced this size
     mesh = auto_mesh(2)
-    own, run = over(mesh, x, mesh)
+    own, run = laid(mesh, x, mesh)
     with jax.set_mesh(mesh):
         assert off(np.asarray(run(own)), np.asarray(x).sum(0)) < 0.2
     assert not nvlink
@@ -257,7 +257,7 @@ def test_reductions_beside_the_backward_pass_do_not_push(nvlink, wrapped):
 
     def reduce(x):
         def loss(w):
-            w = dq.reduce_in_backward(w, "data", **limits) if wrapped else w
+            w = dq.fsdp(w, "data", **limits) if wrapped else w
             return jnp.sum(w * x)
 
         grads = jax.grad(loss)(jnp.zeros_like(x))
@@ -273,6 +273,6 @@ def test_explanations_say_which_sums_push(nvlink):
     said = dq.explain(tree, 2, verbose=False)
     with jax.set_mesh(auto_mesh(2)):
         assert dq.explain(tree, 2, verbose=False).rows == said.rows
-    assert "sums of up to 1 MiB by one push kernel for each bucket" in said.reason
+    assert "sums of up to 1 MiB by one push kernel for each bucket" in said.defaults
     assert said.rows[0].route == "compressed"
-    assert "push" not in dq.explain(tree, 2, verbose=False, compression=dq.BF16()).reason
+    assert not dq.explain(tree, 2, verbose=False, compression=dq.BF16()).defaults

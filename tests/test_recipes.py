@@ -35,7 +35,7 @@ def blocks(page):
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = {file.stem: file.read_text() for file in sorted(FOLDER.glob("*.py"))}
 START = RECIPES.pop("start")
-"""What recipes import."""
+"""The file that recipes import."""
 
 
 def promised(recipe):
@@ -378,8 +378,8 @@ HOLDS = {
     "scan_layers": of_layers,
     "fsdp": of_fsdp,
     "lora": of_adapters,
-    "sequential": of_layers,
-    "sequential_sharded": of_scattered,
+    "overlapped": of_layers,
+    "overlapped_sharded": of_scattered,
     "deferred": of_deferred,
     "loss_scaling": of_finite_parameters,
     "weight": of_finite_parameters,

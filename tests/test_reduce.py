@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits, relative_error
-from cases import CHEAP, daily, small, vmapped
+from cases import CHEAP, daily, over, small, vmapped
 from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh, gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 
 N, SIZE = 4, 128 * 256 - 30
 KEY, W = jax.random.key(0), jnp.zeros(SIZE)
@@ -25,7 +25,7 @@ def reducer(method, topology, **options):
 
     def one(tree, key, state):
         return dq.reduce(
-            tree, "data", compression=method, topology=topology, key=key, state=state, **options
+            tree, "data", compression=over(topology, method), key=key, state=state, **options
         )
 
     return OnHost(jax.jit(jax.vmap(one, in_axes=(0, None, 0), axis_name="data")))
@@ -58,8 +58,7 @@ class TestMetrics:
         promised = dq.explain(
             jax.tree.map(lambda v: v[0], tree),
             N,
-            compression=method,
-            topology=topology,
+            compression=over(topology, method),
             verbose=False,
         )
         assert metrics.wire_bytes == pytest.approx(promised.wire_bytes)
@@ -121,7 +120,7 @@ class TestMetrics:
         method = small(dq.DynamiQ())
 
         def one(x):
-            options = {"op": "sum", "compression": method, "topology": topology, "metrics": True}
+            options = {"op": "sum", "compression": over(topology, method), "metrics": True}
             return dq.reduce(x[0], ("node", "gpu"), **options)[::2]
 
         mapped = jax.shard_map(one, mesh=mesh, in_specs=P(("node", "gpu")), out_specs=P())
@@ -136,7 +135,7 @@ def test_unknown_operations_and_memory_inside_of_hosts_are_refused():
         jax.vmap(lambda x: dq.reduce(x, "data", op="max"), axis_name="data")(jnp.ones((2, 9)))
     with pytest.raises(NotImplementedError, match="pass inner=None"):
         topology = dq.Hierarchical(inner=dq.Direct())
-        as_compression(dq.ErrorFeedback(dq.DynamiQ()), topology).init_state(W, (2, 2))
+        over(topology, dq.ErrorFeedback(dq.DynamiQ())).init_state(W, (2, 2))
 
 
 def test_a_stacked_state_is_every_workers():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import CHEAP, LOOP, daily, vmapped
+from cases import CHEAP, LOOP, daily, over, vmapped
 from jax.sharding import PartitionSpec as P
 from workers import mesh_of, put
 
@@ -72,7 +72,7 @@ def test_every_device_goes_along_the_axis_of_its_own_part():
 
     def one(x):
         specs = P(None, "model")
-        return dq.pmean(x[0], "data", compression=method, key=key, specs=specs, topology=LOOP)
+        return dq.pmean(x[0], "data", compression=over(LOOP, method), key=key, specs=specs)
 
     options = {"in_specs": P("data"), "out_specs": P(), "axis_names": {"data"}}
     split_x = put(x, mesh, P("data", None, "model"))

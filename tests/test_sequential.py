@@ -1,4 +1,4 @@
-"""`sequential`: gradients of functions, one after another, are those of reductions after `grad`."""
+"""`overlapped`: gradients of functions, one after another, are those of reductions after `grad`."""
 
 import tracemalloc
 from functools import partial
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close, assert_replicas_equal, assert_same_bits
-from cases import CHEAP, EXACT, daily, small
+from cases import CHEAP, EXACT, daily, over, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once
@@ -61,7 +61,7 @@ def plain(functions, params, x):
 
 def grad(functions, params, x, **options):
     """The loss and the reduced gradients."""
-    run = lambda p: dq.sequential(functions, p, x, "data", **options)
+    run = lambda p: dq.overlapped(functions, p, x, "data", **options)
     return jax.value_and_grad(run)(params)
 
 
@@ -111,7 +111,7 @@ def test_reductions_of_layers_alike_are_traced_once(monkeypatch):
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]
 
     def loss(params, x):
-        return dq.sequential([layer] * 5, params, x, "data", compression=EXACT).sum()
+        return dq.overlapped([layer] * 5, params, x, "data", compression=EXACT).sum()
 
     jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(each, jnp.ones((2, 8)))
     assert len(traced) == 1
@@ -127,7 +127,7 @@ def test_it_has_the_exact_mean_with_f32_and_passes_the_gradient_of_its_input(rem
         shift = 0 * jnp.ones((6, DIM)) * jnp.float32(own)[:, None]  # varies as the tokens do
         return jax.grad(lambda p, shift: run(p, (own, shift)), argnums=(0, 1))(params, shift)
 
-    inside = partial(dq.sequential, functions, axis_name="data", compression=EXACT)
+    inside = partial(dq.overlapped, functions, axis_name="data", compression=EXACT)
     found = mapped(partial(gradients, inside))(params, tokens)
     each = jax.vmap(partial(gradients, partial(plain, functions)), in_axes=(None, 0))
     of_params, of_input = jax.jit(each)(params, tokens)
@@ -156,7 +156,7 @@ def test_reductions_go_on_while_the_backward_pass_does():
     def loss(y, params):
         tokens = jnp.zeros(6, jnp.int32)
         rest = functions[1:], params[1:], (y, tokens)
-        return dq.sequential(*rest, "data", compression=EXACT)
+        return dq.overlapped(*rest, "data", compression=EXACT)
 
     closed = jax.make_jaxpr(jax.grad(loss), axis_env=[("data", N)])(jnp.ones((6, DIM)), params)
     (out,) = closed.jaxpr.outvars
@@ -227,14 +227,14 @@ def test_what_cannot_be_is_refused(change, complaint):
     changed = change.pop("functions", None)
     functions = changed if callable(changed) else functions[:changed]
     params = params[: change.pop("params", None)]
-    run = partial(dq.sequential, functions, axis_name="data", **change)
+    run = partial(dq.overlapped, functions, axis_name="data", **change)
     with pytest.raises(ValueError, match=complaint):
         mapped(lambda p, x: run(p, x))(params, tokens)
 
 
 def test_an_axis_that_is_not_mapped_is_refused():
-    with pytest.raises(NameError, match="data.*call sequential under"):
-        dq.sequential(*model(3), "data")
+    with pytest.raises(NameError, match="data.*call overlapped under"):
+        dq.overlapped(*model(3), "data")
 
 
 # --- Rounds of a function, between which others run -----------------------------------------------
@@ -344,7 +344,7 @@ def test_a_function_in_rounds_gives_what_it_gives_at_once(function, expected, ch
 def test_rounds_of_an_all_reduce(topology, count):
     """The statistics, every hop, and the sums."""
     x = jax.random.normal(jax.random.key(0), (N, 2048))
-    reduce = partial(dq.psum, axis_name="data", compression=CHEAP, topology=topology)
+    reduce = partial(dq.psum, axis_name="data", compression=over(topology, CHEAP))
 
     def both(x):
         found, rounds_taken = rounds(lambda x, y: reduce(x), x, x[0])

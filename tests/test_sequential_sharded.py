@@ -64,7 +64,7 @@ def plain(params, x, functions=FUNCTIONS):
 
 
 def in_pipeline(params, x, **options):
-    return dq.sequential(FUNCTIONS, params, x, **options)
+    return dq.overlapped(FUNCTIONS, params, x, **options)
 
 
 def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypatch):
@@ -75,7 +75,7 @@ def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypat
     options = {"axis_name": "data", "specs": [P("data")], "compression": method}
 
     def grad(shard, copy, x):
-        run = lambda own: dq.sequential([lambda w, x: x @ w], [own], x, copies=[copy], **options)
+        run = lambda own: dq.overlapped([lambda w, x: x @ w], [own], x, copies=[copy], **options)
         return jax.grad(lambda own: run(own).sum())(shard)
 
     shapes = (size // N, size), (size, size), (2, size)
@@ -96,7 +96,7 @@ def test_functions_without_copies_have_the_gathers_of_fsdp():
     def first(shards, copies):
         told = {"specs": [P("data")] * 2, "copies": copies, "compression": method}
         functions = [lambda own, _: own, lambda _, x: x]
-        return dq.sequential(functions, [shards, shards], jnp.float32(0), "data", **told)
+        return dq.overlapped(functions, [shards, shards], jnp.float32(0), "data", **told)
 
     maps = {"in_specs": (P("data"), P()), "out_specs": P(), "check_vma": False}
     run = jax.jit(jax.shard_map(lambda own, w: first(own, [None, w]), mesh=auto_mesh(2), **maps))
@@ -105,7 +105,7 @@ def test_functions_without_copies_have_the_gathers_of_fsdp():
 
 def test_what_cannot_be_is_refused():
     params, examples = problem()
-    optimizer = dq.optax.sharded(optax.adamw(1e-2), "data", compression=F32, differences=F32)
+    optimizer = dq.optax.sharded(optax.adamw(1e-2), "data", compression=F32)
     mesh, x = auto_mesh(N), examples[:2]
     state = dq.optax.init(optimizer, params, mesh)
     splits = dq.optax.state_specs(state)
@@ -141,7 +141,7 @@ def test_what_cannot_be_is_refused():
             jax.eval_shape(jax.shard_map(function, mesh=mesh, **maps), params, state)
     with jax.set_mesh(mesh_of(N, kind=AxisType.Explicit)):
         with pytest.raises(ValueError, match=r"copies=\.\.\. are for maps"):
-            dq.reduce_in_backward(params, "data", copies=params)
+            dq.fsdp(params, "data", copies=params)
 
 
 def test_without_specs_copies_have_the_gradients_of_an_all_reduce():
@@ -172,10 +172,10 @@ SHARDS: list = [
 REMAT = [embed, *[jax.checkpoint(block)] * LAYERS, head]
 
 
-def of_shards(functions, specs=SHARDS, **options):
+def of_shards(functions, specs=SHARDS, gather=None, **options):
     """The loss of shards of the functions' parameters."""
-    exact = {"compression": F32, "gather": F32, "specs": specs}
-    return lambda p, x: dq.sequential(functions, p, x, "data", **exact | options)
+    options["compression"] = dq.Policy(gradients=F32, parameters=gather)
+    return lambda p, x: dq.overlapped(functions, p, x, "data", specs=specs, **options)
 
 
 def over_workers(run, out_specs, specs=SHARDS, check_vma=False):

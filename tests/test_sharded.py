@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits, sum_error
-from cases import METHODS, TOPOLOGIES, daily, small
+from cases import METHODS, TOPOLOGIES, daily, over, small
 from jax import lax
 from workers import OnHost, anchored, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 
 DEFAULT = METHODS["default"]
 EIGHT_BITS = small(dq.DynamiQ(widths=(8,), bits=9, format=dq.Format(levels="piecewise")))
@@ -23,7 +22,7 @@ ROUND_OFF = {"float32": 2.0**-23, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 @functools.cache
 def run_of(collective, method, topology=None, **options):
     """jit of (tree with leading worker axis, key) -> what every worker gets."""
-    options = {"tiled": True, "compression": as_compression(method, topology)} | options
+    options = {"tiled": True, "compression": over(topology, method)} | options
 
     def one(tree, key):
         return collective(tree, "data", key=key, **options)

@@ -31,12 +31,12 @@ MESH = auto_mesh()
 
 
 def make(inner, compression=F32, **options):
-    told = {"compression": compression, "differences": compression, **options}
+    told = {"compression": dq.Policy(gradients=compression, parameters=compression), **options}
     return promoting(dq.optax.sharded(inner, "data", **told))
 
 
 def gradients(loss=loss_fn, mesh=MESH, compression=F32, **options):
-    told = {"axis_name": "data", "mesh": mesh, "reduce": False, "compression": compression}
+    told = {"axis_name": "data", "mesh": mesh, "unreduced": True, "compression": compression}
     return dq.value_and_grad(loss, **told, **options)
 
 
@@ -226,7 +226,7 @@ def test_flax_calls_the_optimizer_as_any_other():
         state = step(state, x)
     assert_close(state.params, expected(3))
 
-    told = {"axis_name": "data", "mesh": MESH, "compression": F32, "reduce": False}
+    told = {"axis_name": "data", "mesh": MESH, "compression": F32, "unreduced": True}
     own = dq.nnx.value_and_grad(net_loss, **told)
     found = {}
     for name, value_and_grad, rule in (
@@ -264,7 +264,7 @@ def test_what_does_not_go_is_refused():
     with pytest.raises(ValueError, match=r"leaf in.* as P\(None, 'model'\).* pass the same specs="):
         update(split, of_four)
     other = dq.value_and_grad(
-        loss_fn, mesh=mesh, axis_name=("data", "model"), reduce=False, compression=F32
+        loss_fn, mesh=mesh, axis_name=("data", "model"), unreduced=True, compression=F32
     )
     with pytest.raises(ValueError, match=r"workers of \('data', 'model'\), and axis_name is"):
         update(jax.eval_shape(other, params, batches[0])[1], of_four)
@@ -313,11 +313,11 @@ def test_a_trainer_drawn_at_random_trains_as_plain_optax_does(seed):
         errors = hidden @ params["out"] - 1 + jnp.sum(params["odd"], axis=0)[None]
         return jnp.mean(jnp.square(errors))
 
-    options = {"compression": F32, "differences": F32, "max_norm": max_norm}
+    options = {"compression": F32, "max_norm": max_norm}
     own_specs = None if start == "init" else specs
     optimizer = promoting(dq.optax.sharded(RULES[rule], axes, specs=own_specs, **options))
     grad_fn = dq.value_and_grad(
-        functools.partial(loss, constrain=constrains), mesh=mesh, axis_name=axes, reduce=False,
+        functools.partial(loss, constrain=constrains), mesh=mesh, axis_name=axes, unreduced=True,
         compression=F32, specs=specs,
     )  # fmt: skip
 

@@ -106,7 +106,11 @@ def train(optimizer, params, batches, mesh=None, axes="data", **options):
 
 
 def make(rule="sgd", method=F32, differences=F32, **options):
-    own = {"axis_name": "data", "compression": method, "differences": differences, **options}
+    own = {
+        "axis_name": "data",
+        "compression": dq.Policy(gradients=method, parameters=differences),
+        **options,
+    }
     return promoting(dq.optax.sharded(RULES[rule] if isinstance(rule, str) else rule, **own))
 
 
@@ -140,7 +144,9 @@ def test_leaves_that_are_split_along_unlike_dimensions_share_a_bucket():
     shapes = {"first": (128, 9), "second": (9, 128), "third": (3, 3, 128)}
     params = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     method = dataclasses.replace(CHEAP, min_bucket_size=3 * 9 * 128)
-    optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method, differences=method)
+    optimizer = dq.optax.sharded(
+        optax.sgd(0.1), "data", compression=dq.Policy(gradients=method, parameters=method)
+    )
 
     def update(params, grads):
         return optimizer.update(grads, optimizer.init(params), params)[0]
@@ -168,7 +174,9 @@ def test_leaves_are_told_apart_by_their_places_and_paths():
         lambda shape: jnp.float32(drawn(shape)), shapes, is_leaf=lambda x: type(x) is tuple
     )
     method = small(CHEAP.method, exclude="wide|narrow/1")
-    optimizer = dq.optax.sharded(optax.sgd(1.0), "data", compression=method, differences=F32)
+    optimizer = dq.optax.sharded(
+        optax.sgd(1.0), "data", compression=dq.Policy(gradients=method, parameters=F32)
+    )
 
     def step(params):
         worker = jnp.float32(jax.lax.axis_index("data"))
@@ -322,7 +330,7 @@ def test_outside_of_maps_another_axis_splits_leaves(kind):
     def loss(params, x):
         return loss_fn(params, jax.reshard(x, P("data")) if explicit else x)
 
-    told = {"mesh": mesh, "specs": None if explicit else specs, "reduce": False}
+    told = {"mesh": mesh, "specs": None if explicit else specs, "unreduced": True}
     grad_fn = dq.value_and_grad(loss, axis_name="data", compression=F32, **told)
 
     @jax.jit
@@ -350,7 +358,7 @@ def test_outside_of_maps_another_axis_splits_leaves(kind):
 def test_gradients_of_more_axes_than_those_of_the_optimizer_are_refused():
     axes = ("node", "data")
     mesh, optimizer = mesh_of(2, 4, names=axes, kind=AxisType.Explicit), make("sgd")
-    grad_fn = dq.value_and_grad(loss_fn, axis_name=axes, compression=F32, reduce=False)
+    grad_fn = dq.value_and_grad(loss_fn, axis_name=axes, compression=F32, unreduced=True)
     with jax.set_mesh(mesh):
         params, x = put(problem()[0], mesh), put(problem()[1][0], mesh, P(axes))
         state = dq.optax.init(optimizer, params, mesh)
@@ -608,7 +616,7 @@ def test_the_limits_of_the_gradients_are_those_of_the_differences():
 def test_other_axes_may_split_parameters_and_the_state_stays_as_its_specs_say():
     mesh = jax.make_mesh((2, 4), ("island", "data"), axis_types=(AxisType.Auto,) * 2)
     params, parts = {"w": jnp.zeros((64, 32))}, {"w": P(None, "data")}
-    told = {"compression": F32, "differences": F32, "specs": parts}
+    told = {"compression": F32, "specs": parts}
     optimizer = dq.optax.sharded(optax.sgd(1.0), "island", **told)
     state = dq.optax.init(optimizer, params, mesh)
     specs = dq.optax.state_specs(state)

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits, sum_error
-from cases import CHEAP, TOPOLOGIES, TWO_WIDTHS, daily, small, vmapped
+from cases import CHEAP, TOPOLOGIES, TWO_WIDTHS, daily, over, small, vmapped
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from workers import anchored, auto_mesh, gradient, plan_is_exact
@@ -46,7 +46,7 @@ def test_checked_shard_map_gives_one_result_of_the_same_bits(name, n):
     assert 1e-5 < sum_error(expected[0], x) < 0.2  # far from exact: rounding is compared
 
     def one(x, key):
-        return dq.psum(x[0], "data", compression=TWO_WIDTHS, topology=topology, key=key)
+        return dq.psum(x[0], "data", compression=over(topology, TWO_WIDTHS), key=key)
 
     checked = jax.shard_map(one, mesh=auto_mesh(n), in_specs=(P("data"), P()), out_specs=P())
     result = jax.jit(checked)(x, jax.random.key(3))
@@ -117,7 +117,7 @@ def over_two_levels(method, x, inner=None):
     topology = dq.Hierarchical(inner=inner, outer=dq.Ring())
 
     def one(v):
-        return dq.psum(v, ("node", "gpu"), compression=method, topology=topology)
+        return dq.psum(v, ("node", "gpu"), compression=over(topology, method))
 
     return jax.jit(jax.vmap(jax.vmap(one, axis_name="gpu"), axis_name="node"))(x)
 

@@ -31,7 +31,7 @@ RECIPE = train_llm.Recipe(steps=STEPS, batch_size=2, learning_rate=5e-3, validat
 BLOCK, ENDS = 4 * 64**2 + 3 * 64 * 128, 2 * 64**2
 LARGE = {"min_leaf_size": 1, "min_bucket_size": BLOCK}  # spares compiling for embedding and head
 METHODS = {
-    "exact": {"compression": dq.Compression(exclude=""), "gather": dq.F32()},
+    "exact": {"compression": dq.Policy(gradients=dq.Compression(exclude=""), parameters=dq.F32())},
     "compressed": {
         "compression": dq.Compression(dq.DynamiQ(bits=5), topology=dq.Direct(), **LARGE)
     },

@@ -56,7 +56,9 @@ def small_run():
 
 def programs(run, method, differences):
     rule = optax.sgd(RATE, MOMENTUM, nesterov=True)
-    outer = dq.optax.sharded(rule, "data", compression=method, differences=differences)
+    outer = dq.optax.sharded(
+        rule, "data", compression=dq.Policy(gradients=method, parameters=differences)
+    )
     copy = run.init()
     state = dq.optax.init(outer, copy, run.mesh)
     return copy, state, *train_local_steps.make_programs(run, outer, state)

@@ -21,7 +21,7 @@ ON_LINES = """dq.optax.sharded(  # 1: was {}
         optax.adam(1e-3), "data", compression=compression
     )"""
 GRADIENTS = """dq.{}value_and_grad(  # 2
-        {}, axis_name="data", compression=compression, reduce=False
+        {}, axis_name="data", compression=compression, unreduced=True
     )"""
 PLAIN = {
     "keras": (
@@ -37,7 +37,7 @@ PLAIN = {
         {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
             """dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
-        net_loss, axis_name="data", compression=compression, reduce=False
+        net_loss, axis_name="data", compression=compression, unreduced=True
     )""": "jax.value_and_grad(net_loss)",
         },
     ),
@@ -95,8 +95,6 @@ def script(name, how, seed=0):
         return replaced(code, plain), start
     if how == "exact":
         start = replaced(start, {"dq.DynamiQ(bits=5)": "dq.F32()"})
-        exact = 'optax.adam(1e-3), "data", compression=compression'
-        code = code.replace(exact, exact + ", differences=dq.F32()")
     return code, start
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_close
-from cases import CHEAP, EXACT, daily, small
+from cases import CHEAP, EXACT, daily, over, small
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 from stand_ins import exchanged, reduced
@@ -20,7 +20,6 @@ from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.topologies import steps_of
@@ -50,7 +49,7 @@ def test_permutes_alone_bring_exact_sums_to_all(topology, n):
     x, route = integers(n, SIZE), topology(transport="permutes", **STREAMS)
 
     def reduce(x):
-        return dq.psum(x, "data", compression=EXACT, topology=route)
+        return dq.psum(x, "data", compression=over(route, EXACT))
 
     lowered = program(reduce, n, P()).lower(x)
     text = lowered.as_text()
@@ -65,7 +64,7 @@ def test_permutes_bring_sums_of_groups_and_of_what_is_mapped_outside():
     x = integers(n, 3, SIZE)
 
     def reduce(x, groups=None):
-        return dq.psum(x, "data", compression=EXACT, topology=route, axis_index_groups=groups)
+        return dq.psum(x, "data", compression=over(route, EXACT), axis_index_groups=groups)
 
     summed = jax.vmap(program(reduce, n, P()), in_axes=1)(x)
     np.testing.assert_array_equal(summed, x.sum(axis=0))
@@ -85,7 +84,7 @@ STATES = [
 def test_states_and_metrics_do_not_depend_on_the_transport(method):
     n, x, found = 3, gradient(5, 3, SIZE), []
     for transport in ("collectives", "permutes"):
-        request = as_compression(method, dq.Direct(transport=transport, **STREAMS))
+        request = over(dq.Direct(transport=transport, **STREAMS), method)
         state = request.init_state(jnp.zeros(SIZE), n, stacked=True)
 
         def one(x, state, request=request):
@@ -120,13 +119,16 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
     found = dq.explain(tree, 4, verbose=False)
     assert "transport='permutes'" in found.topology
     assert "copy engines, since it is said so" in found.reason
-    four, more = (dq.explain(tree, n, topology=dq.Direct(), verbose=False) for n in (4, 5))
+    four, more = (
+        dq.explain(tree, n, compression=dq.Compression(topology=dq.Direct()), verbose=False)
+        for n in (4, 5)
+    )
     assert "transport='permutes'" in four.topology
     assert "transport='collectives'" in more.topology
     why = "5 workers are more than 4, and each of n - 1 copies takes longer"
     assert more.reason == f"as passed; by collectives, since {why}"
     route = dq.Hierarchical(outer=dq.Ring(), inner=dq.Direct(transport="collectives"))
-    both = dq.explain(tree, (2, 2), topology=route, verbose=False).topology
+    both = dq.explain(tree, (2, 2), compression=over(route), verbose=False).topology
     assert both.count("transport='permutes'") == both.count("transport='collectives'") == 1
 
 
@@ -189,7 +191,9 @@ def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
         own = [SimpleNamespace(slice_index=i % domains, **kind) for i in range(4)]
         peers.setattr(jax, "devices", lambda own=own: own)
         tree = jax.ShapeDtypeStruct((2**22,), jnp.float32)
-        reason = dq.explain(tree, 4, topology=dq.Direct(), verbose=False).reason
+        reason = dq.explain(
+            tree, 4, compression=dq.Compression(topology=dq.Direct()), verbose=False
+        ).reason
         assert ("starts transfers early, 4 at a time" in reason) == (domains == 2)
         assert xla.compiler_options() == (BETWEEN if domains == 2 else APART)
     peers.setenv(CHANNELS, "1")
@@ -317,10 +321,10 @@ print("step", float(step(1.0)))
     assert "step 2.0" in done.stdout, done.stderr
 
 
-def with_memory(x, axis_name, *, compression, topology):
+def with_memory(x, axis_name, *, compression):
     """A psum whose state keeps what it lost."""
     state = jax.lax.pcast(compression.init_state(x, 3), axis_name, to="varying")
-    options = {"op": "sum", "compression": compression, "topology": topology}
+    options = {"op": "sum", "compression": compression}
     total, state, _ = dq.reduce(x, axis_name, state=state, **options)
     return total, jax.tree.map(lambda x: x[None], state)
 
@@ -364,7 +368,7 @@ def test_what_is_pushed_gives_the_bits_of_collectives(
     spec = (P(), P("data")) if reduce is with_memory else spec
     for transport in ("collectives", "push"):
         route = dq.Direct(transport=transport, streams=streams)
-        one = functools.partial(reduce, axis_name="data", compression=method, topology=route)
+        one = functools.partial(reduce, axis_name="data", compression=over(route, method))
         found.append(program(one, n, spec)(x))
     assert called == kernels
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -381,7 +385,7 @@ def test_a_push_kernel_without_a_key_gets_a_part_of_the_seed_from_every_worker(m
     monkeypatch.setattr(pk, "all_reduce", kept)
     method = small(dq.DynamiQ(bits=4, dither=True, plan=False))
     route = dq.Direct(transport="push", streams=1)
-    run = program(lambda x: dq.psum(x, "data", compression=method, topology=route), n, P())
+    run = program(lambda x: dq.psum(x, "data", compression=over(route, method)), n, P())
     totals = [np.asarray(run(x)) for _ in range(2)]
     jax.effects_barrier()
     np.testing.assert_array_equal(*totals)
@@ -408,12 +412,12 @@ def test_push_kernels_are_refused_where_they_cannot_run(monkeypatch):
     remedy = "pass transport='permutes' or 'collectives'"
     needs = "transport='push' needs "
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs.* 'cpu'; {remedy}"):
-        pushed(topology=dq.Direct(transport="push", streams=1))
+        pushed(compression=over(dq.Direct(transport="push", streams=1), CHEAP))
     with pytest.raises(NotImplementedError, match=f"{needs}NVIDIA GPUs"):
         pushed(compression=small(CHEAP.method, transport="push"))
     for topology in (dq.Ring, dq.Butterfly):
         with pytest.raises(ValueError, match="push kernels send to all; pass topology=dq.Direct"):
-            pushed(topology=topology(transport="push"))
+            pushed(compression=over(topology(transport="push"), CHEAP))
     with pytest.raises(NotImplementedError, match="no axis_index_groups, and got .*permutes"):
         TRANSPORTS["push"].psum(Axis(("data",), ((0, 2), (3, 1))), jnp.ones(4))
 

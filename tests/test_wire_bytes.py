@@ -9,7 +9,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import TWO_WIDTHS, daily, low, small, wire_bits
+from cases import TWO_WIDTHS, daily, low, over, small, wire_bits
 from hlo import OPERATION, arrays_of, bits_of, groups_of, sent_bytes
 from jax.sharding import PartitionSpec as P
 from workers import mesh_of
@@ -25,7 +25,7 @@ ASKED = re.compile(
 def lower(collective, tree, sizes, compression, topology=None):
     """The HLO of a collective of ``tree`` (one worker's) on a mesh, and what it has in bf16."""
     n, axis = math.prod(sizes), ("node", "gpu")[-len(sizes) :]
-    options = {"compression": compression} | ({} if topology is None else {"topology": topology})
+    options = {"compression": over(topology, compression)}
 
     def one(tree):
         return collective(jax.tree.map(lambda x: x[0], tree), axis, **options)
@@ -125,7 +125,7 @@ def test_wire_bits_are_what_the_program_moves(name):
     moved = moved_bits(hlo, asked, n, sizes[-1])
     crossing = moved.pop("crossing", 0)
     assert set(moved) == expected | {"all-reduce"}
-    options = {"compression": method, "topology": topology}
+    options = {"compression": over(topology, method)}
     promised = wire_bits(method, topology)(tree, sizes)
     # Integers but for 2 (n-1)/n, which is rounded once for each bucket and once for all.
     explanation = dq.explain(tree, sizes, **options, verbose=False)

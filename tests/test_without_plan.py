@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import relative_error
-from cases import low, vmapped
+from cases import low, over, vmapped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from workers import gradient
@@ -75,7 +75,7 @@ def test_every_super_group_has_one_place_and_padding_the_last_numbers(collective
 def test_the_error_is_that_of_the_floors_and_metrics_tell_it(topology):
     n, size = 4, 2**18
     x = jax.random.normal(jax.random.key(0), (n, size))
-    options = {"op": "sum", "compression": low(EVEN), "topology": topology, "metrics": True}
+    options = {"op": "sum", "compression": over(topology, low(EVEN)), "metrics": True}
     run = jax.vmap(lambda x: dq.reduce(x, "data", **options), axis_name="data")
     told = jax.jit(run)(x)
     exact = np.sum(np.asarray(x, np.float64), axis=0)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
-from cases import small
+from cases import over, small
 from compiler import FLAGS
 from jax.sharding import PartitionSpec as P
 from without_triton import N
@@ -148,7 +148,7 @@ def test_explanations_and_rows_name_the_kernels(hopper):
         (dq.ErrorFeedback(dq.DynamiQ()), "mosaic"), (dq.BF16(), "xla"),
         (dq.DynamiQ(backend="triton"), "triton"),
     ):  # fmt: skip
-        found = dq.explain(tree, N, compression=method, topology=topology, verbose=False)
+        found = dq.explain(tree, N, compression=over(topology, method), verbose=False)
         assert found.kernels == kernels, method
         said = f"kernels of the backend {kernels!r}: {NO_TRITON}"
         assert (said in str(found)) == (kernels in ("mosaic", "jnp")), method

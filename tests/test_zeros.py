@@ -224,8 +224,8 @@ def test_sharded_updates_move_what_exact_ones_move(dtype, deferred):
     assert stays["trained"].mean() < 0.1
     wire = dq.Format(group_scale="bf16")  # one width, which compiles faster
     method = small(dq.DynamiQ(widths=(4,), bits=5.5, dither=True, format=wire))
-    options = {"differences": small(DIFFERENCES), "deferred": deferred}
-    optimizer = promoting(dq.optax.sharded(rule(), "data", compression=method, **options))
+    policy = dq.Policy(gradients=method, parameters=small(DIFFERENCES))
+    optimizer = promoting(dq.optax.sharded(rule(), "data", compression=policy, deferred=deferred))
     state, mesh = dq.optax.init(optimizer, params, auto_mesh(N)), auto_mesh(N)
 
     def grads_of(params, state, ids):

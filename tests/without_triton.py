@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from cases import over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -140,7 +141,7 @@ def lowered() -> dict[str, Any]:
     route, data = dq.Direct(transport="collectives"), P("data")
 
     def summed(x):
-        return dq.psum(x[0], "data", compression=compression, topology=route)
+        return dq.psum(x[0], "data", compression=over(route, compression))
 
     programs = {
         "psum": (summed, data, P(), (x,)),

@@ -137,6 +137,12 @@ METHODS |= {  # type: ignore[operator]
     "dynamiq-nearest-64": partial(dq.DynamiQ, rounding="nearest", format=FORMAT),
 }
 
+BY_HAND = {
+    "nearest-0124": 2.75, "nearest-0123": 2.75, "nearest-lloyd": 2.75, "nearest-64": 2.69,
+    "nearest-ternary": 2.1, "nearest-five": 2.42, "nearest-eight": 3.25,
+}  # fmt: skip
+"""Bits of `Nearest` with packed codes, and differences of 2.25 bits."""
+
 D, G = "dynamiq-dither-axis", "dynamiq-dither-64"
 OLD, NEW = "dynamiq-dither:2.5", f"{G}:2.25"
 
@@ -377,7 +383,8 @@ def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--j
     kept: list[Any] = []
     invocations: list[Any] = []
     for row in rows:
-        own = row.pop("invocation")
+        own = {key: x for key, x in row.pop("invocation").items() if key != "started"}
+        row["validation_loss"] = [x and round(x, 6) for x in row["validation_loss"]]
         if own not in invocations:
             invocations.append(own)
         row["invocation"] = invocations.index(own)
@@ -387,15 +394,28 @@ def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--j
             apart = {"percent": None, "error": None} if failed else training.difference(*values)
             row["summary"] = {"validation": apart}
         kept.append(row)
+    columns = sorted({(row["settings"]["model"], row["settings"]["init"]) for row in kept})
+    cells: dict[str, dict[Any, str]] = {}
+    bits = {}
     for row in kept:
         own, apart = row["settings"], row.get("summary", {}).get("validation", {})
         value, error = apart.get("percent"), apart.get("error")
         told = "–" if value is None else f"{value:+.2f} ± {error or 0:.2f}"
-        print(own["model"], own["init"], own["method"], f"{row['bits_per_coord']:.3f}", told)
+        cells.setdefault(own["method"], {})[own["model"], own["init"]] = told
+        bits[own["method"]] = BY_HAND.get(own["method"].partition("/")[0], row["bits_per_coord"])
+    names = {"tiny": "1.1 M", "mid": "17 M", "125m": "125 M", "micro": ".1 M"}
+    print("| method | bits |", " | ".join(f"{names[m]}, {init}" for m, init in columns), "|")
+    print("|---|---|" + "---|" * len(columns))
+    for method in sorted(cells, key=lambda name: bits[name]):
+        row = " | ".join(cells[method].get(column, "") for column in columns)
+        escaped = method.replace("|", "\\|")
+        print(f"| `{escaped}` | {bits[method]:.3f} | {row} |")
     if json_file:
-        json_file.write_text(
-            json.dumps({"invocations": invocations, "rows": kept}, indent=1) + "\n"
-        )
+        names = "settings", "bits_per_coord", "validation_loss", "summary", "invocation"
+        short = [json.dumps({name: row[name] for name in names if name in row}) for row in kept]
+        told = [json.dumps(own) for own in invocations]
+        start, middle = '{"invocations": [\n', '\n], "rows": [\n'
+        json_file.write_text(start + ",\n".join(told) + middle + ",\n".join(short) + "\n]}\n")
 
 
 if __name__ == "__main__":

@@ -276,7 +276,7 @@ def sharded(text: str, topology: str, recipe: Recipe, workers: Workers) -> Way:
 def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe, n_workers: int) -> dict[str, Any]:
     optimizer = dq.optax.sharded(
         adamw(recipe, optax.identity()), AXIS,
-        compression=scatter, differences=gather, max_norm=MAX_NORM,
+        compression=dq.Policy(gradients=scatter, parameters=gather), max_norm=MAX_NORM,
     )  # fmt: skip
 
     def init(params: Tree) -> Any:

@@ -1,11 +1,10 @@
 """`Compression`: the choices that a user makes once for all collectives of a program."""
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +15,16 @@ from jax.sharding import Mesh
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.explanation import Explanation, explain_plan
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import bytes_per_second
+from dynamiq_jax.compression.ways import Choose, bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
 from dynamiq_jax.core.links import fast_links, slow_by_choice
 from dynamiq_jax.core.seeds import key_words
-from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, Native, Plan
-from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical, Topology
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
 from dynamiq_jax.topologies.transports import TransportName
@@ -122,7 +119,7 @@ class Compression(Options):
     @property
     def by_path(self) -> bool:
         """Whether a function chooses the method."""
-        return _chooses(self.method)
+        return chooses(self.method)
 
     def methods_of(self, leaves: list[Leaf]) -> list[Method | None]:
         """The method of every leaf; `None` for leaves that are excluded."""
@@ -167,10 +164,12 @@ class Compression(Options):
             found = topology.on(sizes)
             topology, how = with_transport(found, self.transport, n_workers=n_workers, here=here)
             reason = f"{reason}; {how}" if how else reason
-        fast = here and fast_links()
+        fast, defaults = here and fast_links(), ()
         if here and (setting := slow_by_choice()) is not None:
-            reason += f"; NVLink counts as slow, since the environment has {setting}"
-        method = method.without_plan() if fast else method
+            defaults = (f"NVLink counts as slow, since the environment has {setting}",)
+        if fast and method != method.without_plan():
+            method = method.without_plan()
+            defaults = ("widths have no plan, which takes longer than it saves over NVLink",)
         runner, flat = method, cast(Topology | None, topology)
         if topology is not None:
             inner, outer, n_inner = topology.levels(sizes)
@@ -181,10 +180,9 @@ class Compression(Options):
         pushed = None
         if fast and not overlaps:
             pushed = self._pushed(method, self.topology or topology, n_workers)
-        if pushed is not None:
-            reason += f"; sums of up to {pushed[1] >> 20} MiB by one push kernel for each bucket"
         in_bf16 = fast and self.method is None
-        route = Route(method, topology, sizes, runner, flat, limits, reason, pushed, in_bf16)
+        told = limits, reason, pushed, in_bf16, defaults
+        route = Route(method, topology, sizes, runner, flat, *told)
         runner.check(n_workers, flat)
         return route
 
@@ -220,6 +218,7 @@ class Compression(Options):
         buckets: list[Bucket] = []
         exact: list[tuple[Leaf, str]] = []
         apart: list[Leaf] = []
+        defaults: dict[str, None] = {}
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
@@ -227,6 +226,7 @@ class Compression(Options):
                 continue
             route = self.route(sizes, method, **options)
             route.check(kind)
+            defaults |= dict.fromkeys(route.defaults_of(kind, self.limits))
             own = with_scale_axes(own, method.scale_axis)
             limits = route.limits_of(kind, self.limits)._asdict()
             limits["declined"] = {leaf.index: method.declines(leaf) for leaf in own}
@@ -248,7 +248,7 @@ class Compression(Options):
         if kind != "all-reduce":
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
         natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
-        found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart)
+        found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart), tuple(defaults)
         return Plan(kind, sizes, *found)
 
     def init_state(
@@ -317,25 +317,7 @@ class Compression(Options):
         Raises:
           ValueError: an argument is invalid.
         """
-        per_second = None if rate is None else bytes_per_second(rate)
-        sizes = axis_counts(n_workers)
-        elsewhere = assumed(sizes)
-        if rate is not None and elsewhere is None:
-            elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
-        leaves, _ = placed_leaves(tree, mesh, specs)
-        plan = self.plan(leaves, sizes, here=elsewhere is None)
-        routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
-        routes = list(routes) or [self.route(sizes, here=elsewhere is None)]
-        explanation = explain_plan(plan, routes, elsewhere)
-        if per_second:
-            per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
-            if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
-                raise ValueError(
-                    f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
-                    "many of its bytes cross hosts is not known; leave the topology out, or pass "
-                    "dq.Hierarchical()"
-                )
-            explanation = explanation.at_rate(str(rate), per_second, per_host)
+        explanation = explained(self, tree, n_workers, mesh=mesh, specs=specs, rate=rate)
         if verbose:
             print(explanation)
         return explanation
@@ -382,7 +364,9 @@ class Compression(Options):
             axis, words = check_axis(axis_name), key_words(key)
             sizes = sizes_on(mesh, axis)
             told = self.facts(axis, sizes, describe_leaves(tree), op=op, weight=weight, specs=specs)
-            told["topology"] += f" ({self.route(sizes).reason})"
+            route = self.route(sizes)
+            reasons = "; ".join((route.reason, *route.defaults_of("all-reduce", self.limits)))
+            told["topology"] += f" ({reasons})"
             told["key"] = "none" if words is None else str(np.asarray(words).tolist())
             devices = [device.id for device in mesh.devices.flat]
             return told | {"mesh": f"{dict(mesh.shape)} of devices {devices}"}
@@ -412,130 +396,37 @@ class Compression(Options):
         } | agreement.described(options)
 
 
-def as_compression(
-    compression: Compression | Method | ByPath | None,
-    topology: AnyTopology | None = None,
-    *,
-    method: Compression | Method | ByPath | None = None,
-    default: Method | None = None,
-) -> Compression:
-    """The `Compression` that ``compression=`` and ``topology=`` of a collective describe.
-
-    ``method`` is the former name of ``compression``.
-    """
-    if method is not None:
-        if compression is not None:
-            raise TypeError(
-                f"compression={compression!r} and method={method!r} are one argument: pass "
-                "compression, since method is its former name"
-            )
-        warn(
-            "method= is deprecated, and goes with the next minor version: the argument's name is "
-            "compression= now",
-            DeprecationWarning,
-        )
-        compression = method
-    if compression is None:
-        compression = default
-    if not isinstance(compression, Compression):
-        if compression is not None and not _chooses(compression):
-            check_method(compression, "compression")
-        return Compression(compression, topology=topology)
-    if topology is None:
-        return compression
-    if (own := compression.topology) is not None and own != topology:
-        raise ValueError(
-            f"topology={topology!r}, and compression has topology={own!r}; pass one of them"
-        )
-    return dataclasses.replace(compression, topology=topology)
-
-
-@overload
-def explain(
-    tree: Callable, *args: Any, verbose: bool = True, rate: str | None = None
-) -> StepExplanation: ...
-
-
-@overload
-def explain(
+def explained(
+    compression: Compression,
     tree: Any,
     n_workers: int | tuple[int, ...],
     *,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
-    verbose: bool = True,
-    mesh: Mesh | None = None,
-    specs: Any = None,
-    rate: str | None = None,
-    method: Compression | Method | ByPath | None = None,
-) -> Explanation: ...
-
-
-def explain(
-    tree: Any,
-    *args: Any,
-    n_workers: int | tuple[int, ...] | None = None,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
-    verbose: bool = True,
-    mesh: Mesh | None = None,
-    specs: Any = None,
-    rate: str | None = None,
-    method: Compression | Method | ByPath | None = None,
-) -> Explanation | StepExplanation:
-    """Tells all that a step sends, or what `psum` of a tree would; prints a table.
-
-        dq.explain(step, params, batch)  # a step that is there: reads its compiled program
-        dq.explain(params, 16, rate="25gbit")  # plans for 16 workers: nothing is compiled
-
-    **A step** is any function of yours, jitted or not, on any kind of mesh; it is compiled. The
-    table has every plan that it runs, the collectives of your own and those that XLA put there, and
-    the leaves that travel natively with their reasons.
-
-    Args:
-      tree: a step; or arrays or `jax.ShapeDtypeStruct`s, as one worker passes them to `psum`.
-      args: the arguments of a step, arrays or `jax.ShapeDtypeStruct`s with shardings. Bind keyword
-        arguments with `functools.partial`. For a tree, ``n_workers``.
-      n_workers: for a tree, the size of the axis, or of every axis, the outermost first.
-      compression: for a tree, as for `psum`. A step has its own.
-      topology: as for `psum`.
-      verbose: whether to print the table.
-      mesh: the mesh of ``specs``, as for `Compression.explain`.
-      specs: how other axes of the mesh split the leaves, as for `Compression.explain`.
-      rate: the rate of a host's link in each direction, a string such as "25gbit". The explanation
-        then has the wire's times, in ms, as for `Compression.explain`.
-      method: the former name of ``compression``. It warns; the next version removes it.
-
-    Returns:
-      For a step a `StepExplanation`: its plans, other collectives and their bytes. For a tree an
-      `Explanation`: the route, the bytes and the bits per coordinate of every leaf, and their
-      totals for one worker.
-
-    Raises:
-      ValueError: an argument is invalid, or the method does not support this number of workers.
-      TypeError: a tree comes without ``n_workers``.
-    """
-    if is_step(tree):
-        given = dict(compression=compression, topology=topology, mesh=mesh, specs=specs)
-        given |= dict(method=method, n_workers=n_workers)
-        if told := [name for name, value in given.items() if value is not None]:
+    mesh: Mesh | None,
+    specs: Any,
+    rate: str | None,
+    parameters: Choose | None = None,
+) -> Explanation:
+    """See `Compression.explain`; ``parameters`` chooses how parameters travel, else by default."""
+    per_second = None if rate is None else bytes_per_second(rate)
+    sizes = axis_counts(n_workers)
+    elsewhere = assumed(sizes)
+    if rate is not None and elsewhere is None:
+        elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
+    leaves, _ = placed_leaves(tree, mesh, specs)
+    plan = compression.plan(leaves, sizes, here=elsewhere is None)
+    routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
+    routes = list(routes) or [compression.route(sizes, here=elsewhere is None)]
+    explanation = explain_plan(plan, routes, elsewhere, parameters)
+    if per_second:
+        per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
+        if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
             raise ValueError(
-                f"explain got a step, and {' and '.join(told)}, which a step has inside; leave it "
-                "out, or pass parameters and n_workers to plan a step that is not there"
+                f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
+                "many of its bytes cross hosts is not known; leave the topology out, or pass "
+                "dq.Hierarchical()"
             )
-        per_second = None if rate is None else bytes_per_second(rate)
-        found = explain_step(tree, args, rate=rate, per_second=per_second)
-        if verbose:
-            print(found)
-        return found
-    sizes = args if n_workers is None else (*args, n_workers)
-    if len(sizes) != 1:
-        raise TypeError(
-            f"explain takes a tree and n_workers, and got {len(sizes)} arguments after the tree; "
-            "pass explain(params, 8), or a step and its arguments"
-        )
-    options = {"verbose": verbose, "mesh": mesh, "specs": specs, "rate": rate}
-    return as_compression(compression, topology, method=method).explain(tree, sizes[0], **options)
+        explanation = explanation.at_rate(str(rate), per_second, per_host)
+    return explanation
 
 
 def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:
@@ -552,7 +443,7 @@ def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:
     return tuple(first(bucket, count) for bucket, count in pairs)
 
 
-def _chooses(method: Any) -> bool:
+def chooses(method: Any) -> bool:
     """Whether the value is a function that chooses a method for every leaf."""
     return callable(method) and not isinstance(method, type | Method)
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Self
 
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import PaddedLeaf, Way, lines, padded_leaves, ways
+from dynamiq_jax.compression.ways import Choose, PaddedLeaf, Way, lines, padded_leaves, ways
 from dynamiq_jax.methods.base import Method
-from dynamiq_jax.plan.plan import Plan
+from dynamiq_jax.plan.plan import Plan, lines_of_defaults
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
 
 
@@ -59,6 +59,7 @@ class Explanation:
       kernels_reason: why `backend=None` runs no Triton kernels on the NVIDIA GPUs here, else
         `None`.
       padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
+      defaults: what links and environment of this machine decided, a line for each.
     """
 
     rows: tuple[Row, ...]
@@ -77,11 +78,12 @@ class Explanation:
     padded: tuple[PaddedLeaf, ...] = ()
     kernels: str = "xla"
     kernels_reason: str | None = None
+    defaults: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
         title = f"{count}, {self.topology}: {self.reason}"
-        caption = [self.method]
+        caption = [self.method, *lines_of_defaults(self.defaults)]
         if self.relative_error is not None:
             error = f"about {self.relative_error:.2g}, of the worst up to three times that"
             caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
@@ -145,6 +147,7 @@ def explain_plan(
     plan: Plan,
     routes: Sequence[Route],
     assumed: str | None = None,
+    parameters: Choose | None = None,
 ) -> Explanation:
     """Explains a plan by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
@@ -171,7 +174,7 @@ def explain_plan(
     if all(route.runner is route.method for route in routes):
         outer = total  # one level: all bytes are those of its axes
     kernels = [route.method.kernels for route in routes]
-    found = ways(plan, (total, outer), n) if pays else ()
+    found = ways(plan, (total, outer), n, parameters) if pays else ()
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
@@ -188,6 +191,7 @@ def explain_plan(
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=found,
         padded=padded_leaves(plan, n, min(r.limits.min_leaf_size for r in routes)) if n > 1 else (),
+        defaults=plan.defaults,
         kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)),
         kernels_reason="; ".join(dict.fromkeys(k.reason for k in kernels if k and k.reason))
         or None,

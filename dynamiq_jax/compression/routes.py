@@ -36,6 +36,8 @@ class Route:
     they never do."""
     shards_in_bf16: bool = False
     """Whether FSDP scatters and gathers in bf16: its default over links as fast as NVLink."""
+    defaults: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Defaults that the machine decided, for collectives of all kinds; see `defaults_of`."""
 
     @property
     def n_workers(self) -> int:
@@ -57,7 +59,7 @@ class Route:
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
     def by(self, method: Method) -> "Route":
-        """The same route of another method."""
+        """This route with another method."""
         runner = method
         if self.runner is not self.method:
             runner = dataclasses.replace(cast(TwoLevels, self.runner), method=method)
@@ -108,6 +110,19 @@ class Route:
             limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
         shards = n if kind == "all-gather" else 1
         return Limits(*(-(-limit // shards) for limit in limits))
+
+    def defaults_of(self, kind: Kind, passed: Mapping[str, int]) -> tuple[str, ...]:
+        """Defaults that links and environment of this machine decided, a line for each."""
+        shards = self.n_workers if kind == "all-gather" else 1
+        least = shards * self.limits_of(kind, passed).min_bucket_bytes
+        found = self.defaults
+        if least and "min_bucket_bytes" not in passed:
+            told = f"buckets below {least >> 20} MiB travel natively, which is faster over NVLink"
+            found = *found, told
+        if self.pushed is not None and kind == "all-reduce":
+            most = self.pushed[1] >> 20
+            found = *found, f"sums of up to {most} MiB by one push kernel for each bucket"
+        return found
 
     def check(self, kind: Kind) -> None:
         """Refuses a method that does not do this kind of collective."""

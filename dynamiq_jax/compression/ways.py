@@ -3,13 +3,13 @@
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from dynamiq_jax.methods import BF16, DynamiQ, Method, unless_plain
+from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, unless_plain
 from dynamiq_jax.plan.plan import Plan
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Leaf
 from dynamiq_jax.tree.padding import Padding, split_dimension
@@ -131,8 +131,19 @@ def bytes_per_second(rate: str) -> float:
     return float(found[1]) * prefixes[found[2].lower()] / unit
 
 
-def ways(plan: Plan, all_reduced: tuple[float, float], n_workers: int) -> tuple[Way, ...]:
+Choose = Callable[[list[Leaf]], list[Method | None]]
+"""The method of every leaf, `None` for those that travel exactly."""
+
+
+def ways(
+    plan: Plan,
+    all_reduced: tuple[float, float],
+    n_workers: int,
+    parameters: Choose | None = None,
+) -> tuple[Way, ...]:
     """The three ways for the leaves of a plan; none if a method does not scatter.
+
+    ``parameters`` chooses how parameters and their differences travel; `None`: by default.
 
     Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced. A
     worker that all-reduces all gradients sends ``all_reduced`` bytes: in all, and on the outer
@@ -149,18 +160,15 @@ def ways(plan: Plan, all_reduced: tuple[float, float], n_workers: int) -> tuple[
     # Sharded updates pad leaves, and keep whole those that workers cannot split.
     left = [leaf for leaf in split if _padding(leaf, n) is None]
     padded_size = sum(_padded_size(bucket, n) for bucket in plan.buckets)
-    scattered, parameters = (
-        np.sum([_of_fsdp(bucket, how) for bucket in plan.buckets], axis=0)
-        for how in (None, PARAMETERS)
-    )
-    updates = np.sum(
-        [
-            _sharded_bytes(bucket, _padded_size(bucket, n), how)
-            for bucket in plan.buckets
-            for how in (None, DIFFERENCES.without_plan())
-        ],
-        axis=0,
-    )
+    scattered, gathered, updates = np.zeros((3, 2))
+    for bucket in plan.buckets:
+        scattered += _scattered_in_fsdp(bucket)
+        default = BF16() if bucket.route.shards_in_bf16 else PARAMETERS
+        for method, own in _by_method(bucket, parameters, default):
+            gathered += _sharded_bytes(own, own.size, method)
+        updates += _sharded_bytes(bucket, _padded_size(bucket, n), None)
+        for method, own in _by_method(bucket, parameters, DIFFERENCES):
+            updates += _sharded_bytes(own, _padded_size(own, n), method.without_plan())
     in_bf16 = any(bucket.route.shards_in_bf16 for bucket in plan.buckets)
     said = ", in bf16: over NVLink compression takes longer" if in_bf16 else ""
     gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
@@ -176,8 +184,8 @@ def ways(plan: Plan, all_reduced: tuple[float, float], n_workers: int) -> tuple[
         ),
         (
             "FSDP",
-            f"dq.reduce_in_backward{said}",
-            exact + scattered + 2 * parameters,
+            f"dq.fsdp{said}",
+            exact + scattered + 2 * gathered,
             kept + (nbytes + MOMENTS * size) / n,
             nbytes / n,
         ),
@@ -194,10 +202,23 @@ def _padded_size(bucket: Bucket, n_workers: int) -> int:
     return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
 
 
-def _of_fsdp(bucket: Bucket, gathers: Method | None) -> np.ndarray:
-    """Bytes to scatter or to gather a bucket in FSDP: in all, and on the outer axes."""
+def _by_method(
+    bucket: Bucket, choose: Choose | None, default: Method
+) -> Iterable[tuple[Method, Bucket]]:
+    """The parts of a bucket whose parameters travel by one method."""
+    if choose is None:
+        return [(unless_plain(bucket.route.method, default), bucket)]
+    parts: dict[Method, tuple[Leaf, ...]] = {}
+    for leaf, chosen in zip(bucket.leaves, choose(list(bucket.leaves)), strict=True):
+        method = chosen or (BF16() if leaf.dtype.itemsize == 2 else F32())
+        parts[method] = *parts.get(method, ()), leaf
+    return [(method, bucket._replace(leaves=leaves)) for method, leaves in parts.items()]
+
+
+def _scattered_in_fsdp(bucket: Bucket) -> np.ndarray:
+    """Bytes to scatter a bucket in FSDP: in all, and on the outer axes."""
     if not bucket.route.shards_in_bf16:
-        return _sharded_bytes(bucket, bucket.size, gathers)
+        return _sharded_bytes(bucket, bucket.size, None)
     n = bucket.route.n_workers
     return np.full(2, BF16().sharded_wire_bits(-(-bucket.size // n), n, None) / 8)
 
@@ -209,7 +230,7 @@ def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndar
     route = bucket.route
     part = dataclasses.replace(bucket.leaves[0], shape=(-(-size // route.n_workers),))
     if gathers is not None:
-        route = route.by(unless_plain(route.method, gathers))
+        route = route.by(gathers)
         return np.array(route.bits("all-gather", Bucket((part,)))) / 8
     whole = dataclasses.replace(part, shape=(route.n_workers * part.size,))
     return np.array(route.bits("reduce-scatter", Bucket((whole,)))) / 8

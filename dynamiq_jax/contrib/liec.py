@@ -10,12 +10,11 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.compression.compression import Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.minmax import MinMax
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import check_axis
-from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.replicated import first_memory
 from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.reduction.all_reduce import reducer_for
@@ -37,9 +36,8 @@ def liec(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
-    compression: Compression | Method | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
-    method: Compression | Method | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """LIEC-SGD: local immediate error compensation, compressed in both directions.
 
@@ -55,14 +53,13 @@ def liec(
       compression: a method over `dynamiq_jax.Direct` whose chunks have the same coordinates in
         every step. Default: ``MinMax()``, 4 bits.
       key: as for `all_reduce`.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Raises:
       ValueError: the method does not report its errors, or sorts coordinates, as `DynamiQ` does; or
         ``update`` is called outside of maps.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    compression = as_compression(compression, method=method, default=MinMax())
+    compression = as_compression(compression, default=MinMax())
     exchange = dataclasses.replace(compression, method=LocalError(compression.method))
 
     def init(params) -> Any:

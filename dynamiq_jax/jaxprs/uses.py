@@ -99,7 +99,7 @@ class Uses:
     native: dict[int, str] = dataclasses.field(default_factory=dict)
     """By parameter: the first primitive that has no rule on its way to examples."""
     gathered: set[int] = dataclasses.field(default_factory=set)
-    """The numbers of parameters that `reduce_in_backward` gathers."""
+    """The numbers of parameters that `fsdp` gathers."""
 
 
 def value_of(x: Any, data: bool = True) -> Value:
@@ -139,7 +139,7 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
 
 
 gathered_p = Primitive("gathered_by_dynamiq_jax")
-"""The mark of a call of `reduce_in_backward`, in traces that `per_use` reads."""
+"""The mark of a call of `fsdp`, in traces that `per_use` reads."""
 gathered_p.multiple_results = True
 
 
@@ -155,7 +155,7 @@ def _(*operands: Any, gather: "Gather") -> list[Any]:
 
 
 def gather_of(equation: JaxprEqn) -> "Gather | None":
-    """How an equation gathers, if it stands for a call of `reduce_in_backward`."""
+    """How an equation gathers, if it stands for a call of `fsdp`."""
     return equation.params["gather"] if equation.primitive is gathered_p else None
 
 
@@ -194,7 +194,7 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
     if gathers or any(x.typed is not None for x in operands):
         made = _typed(equation, operands, uses)
     if made is None and gathers:
-        raise NotImplementedError(f"reduce_in_backward within {name}")
+        raise NotImplementedError(f"fsdp within {name}")
     if made is None:
         plain = [x.plain() for x in operands]
         for x, own in zip(operands, plain, strict=True):

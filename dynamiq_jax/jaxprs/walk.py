@@ -160,7 +160,7 @@ class Flow(Generic[Value]):
     def settled(
         self, step: Callable[[list[Value]], list[Value]], carry: list[Value]
     ) -> tuple[list[Value], list[Value]]:
-        """What a loop carries when another turn, ``step``, adds nothing to it, and its rows."""
+        """The values that a loop carries once another ``step`` adds nothing, and its rows."""
         while True:
             made = step(carry)
             after = [self.join(own) for own in zip(carry, made, strict=False)]

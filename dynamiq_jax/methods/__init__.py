@@ -1,8 +1,6 @@
 """Methods: how one flat array is reduced over one axis."""
 
-from typing import TYPE_CHECKING, Any
-
-from dynamiq_jax.methods.base import Method, State, deprecated
+from dynamiq_jax.methods.base import Method, State
 from dynamiq_jax.methods.dynamiq import DynamiQ, Format
 from dynamiq_jax.methods.error_feedback import ErrorFeedback
 from dynamiq_jax.methods.plain import PlainMethod
@@ -19,12 +17,3 @@ __all__ = [
     "State",
     "unless_plain",
 ]
-
-
-if TYPE_CHECKING:
-    from dynamiq_jax.methods.base import ShardedMethod as ShardedMethod
-else:
-
-    def __getattr__(name: str) -> Any:
-        """See `deprecated`."""
-        return deprecated(name, __name__)

@@ -6,11 +6,11 @@ from `methods.plain.PlainMethod`, which derives all members from `encode` and `d
 """
 
 import math
-from abc import ABC, ABCMeta, abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import jax.numpy as jnp
 from jax import Array
@@ -18,7 +18,6 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.core.warned import warn
 from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
@@ -286,48 +285,6 @@ class TellsLosses(Method):
         It is the value for the blocks with the largest losses; `None` if it is not known.
         """
         return None
-
-
-class _AnyThatShards(ABCMeta):
-    """Makes every method that shards an instance of the deprecated `ShardedMethod`."""
-
-    def __instancecheck__(cls, instance: Any) -> bool:
-        return cls.__subclasscheck__(type(instance))
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        if cls is not _ShardedMethod:
-            return super().__subclasscheck__(subclass)
-        # Not issubclass, which asks the subclasses of `Method`, and so this one, again.
-        return Method in subclass.__mro__ and subclass.shards
-
-
-class _ShardedMethod(Method, metaclass=_AnyThatShards):
-    """The deprecated base class of methods that shard; `Method.shards` replaces it."""
-
-    __slots__ = ()
-
-    shards: ClassVar[bool] = True
-
-
-def deprecated(name: str, module: str) -> Any:
-    """`ShardedMethod`, with a warning at the line that uses it; refuses other names."""
-    if name != "ShardedMethod":
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
-    warn(
-        "ShardedMethod is deprecated and goes with the next minor version: derive a quantiser from "
-        "dynamiq_jax.methods.PlainMethod, and ask a method for method.shards",
-        DeprecationWarning,
-    )
-    return _ShardedMethod
-
-
-if TYPE_CHECKING:
-    ShardedMethod = _ShardedMethod
-else:
-
-    def __getattr__(name: str) -> Any:
-        """See `deprecated`."""
-        return deprecated(name, __name__)
 
 
 class WrappedMethod(Method):

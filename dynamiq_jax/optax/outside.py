@@ -77,7 +77,7 @@ def warn_of_sums(axis: Axis) -> None:
     """Warns of gradients that are no terms: JAX has summed all of them."""
     warn(
         f"no gradient is unreduced over axis {axis.name!r}: JAX has summed all of them, "
-        "uncompressed. Take gradients by dq.value_and_grad(reduce=False)",
+        "uncompressed. Take gradients by dq.value_and_grad(unreduced=True)",
     )
 
 
@@ -95,7 +95,7 @@ def on_auto_axes(
         if mesh is None:
             raise ValueError(
                 f"sharded found no map over axis {axis.name!r}, and no mesh that has it; call it "
-                "under jax.shard_map, or take gradients by dq.value_and_grad(reduce=False)"
+                "under jax.shard_map, or take gradients by dq.value_and_grad(unreduced=True)"
             )
         if axes_above_one(axis.names, mesh.shape) and n_leaves:
             warn_of_sums(axis)

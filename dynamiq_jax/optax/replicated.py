@@ -10,11 +10,11 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_outside, mesh_of, resharded
-from dynamiq_jax.methods import Method
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
@@ -38,11 +38,10 @@ class AllReduceState(NamedTuple):
 def all_reduce(
     axis_name: AxisName,
     *,
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     op: Op = "mean",
     key: Array | None = None,
     metrics: bool = False,
-    method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Reduces updates over the mapped axis, compressed; `dynamiq_jax.reduce` as a transformation.
 
@@ -57,18 +56,17 @@ def all_reduce(
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
         into it. Default: as for `dynamiq_jax.psum`.
       metrics: whether the state has the `Metrics` of the last reduction.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params=None)`` returns the reduced tree and a
       new `AllReduceState`. It ignores ``params``. Outside of maps it takes the gradients of
-      `dynamiq_jax.value_and_grad` (``reduce=False``), with ``op="sum"``.
+      `dynamiq_jax.value_and_grad` (``unreduced=True``), with ``op="sum"``.
 
     Raises:
       ValueError: an argument is invalid; a wrapper of optax around this transformation uses each
         worker's own gradients; or, outside of maps, other axes split leaves of the memory.
     """
-    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
+    axis, compression = check_axis(axis_name), as_compression(compression)
 
     def init(params) -> Any:
         check_wrappers(axis, params, "all_reduce")

@@ -24,7 +24,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
@@ -40,8 +41,8 @@ from dynamiq_jax.core.meshes import (
 )
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
-from dynamiq_jax.methods import Method
 from dynamiq_jax.optax.explicit_updates import on_explicit_axes
 from dynamiq_jax.optax.outside import on_auto_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
@@ -162,19 +163,18 @@ def _whole_along(x: Array, dimension: int) -> Array:
     return resharded(x, sharding.mesh, P(*entries))
 
 
+@formerly(differences=as_parameters)
 def sharded(
     inner: optax.GradientTransformation,
     axis_name: AxisName,
     *,
-    compression: Compression | Method | ByPath | None = None,
-    differences: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     max_norm: float | None = None,
     key: Array | None = None,
     specs: Any = None,
     check_every: int = 0,
     deferred: bool = False,
     mesh: Mesh | AbstractMesh | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Wraps an optimizer so that each worker updates its slices (ZeRO-1).
 
@@ -200,21 +200,21 @@ def sharded(
     excluded ones) and leaves without a dimension to split stay whole: their gradients are
     all-reduced, and all workers update them in the same way.
 
-    To scatter gradients during the backward pass, use `dq.reduce_in_backward` or `dq.sequential`
+    To scatter gradients during the backward pass, use `dq.fsdp` or `dq.overlapped`
     with the parameters as ``copies``, and differentiate with respect to ``state.masters``.
     ``update`` then takes gradients that are already reduced and have the shapes of masters, not of
     parameters.
 
     **Deferred differences** (``deferred=True``, the order of DeAR): the update does not gather, and
     its updates of split leaves are zeros. The next step applies the differences, and passes the
-    current parameters to ``update``. `dq.sequential` gathers the differences of each function while
+    current parameters to ``update``. `dq.overlapped` gathers the differences of each function while
     the previous function runs:
 
         specs = dq.optax.state_specs(state)
 
         def loss(masters):
             options = {"specs": specs.masters, "copies": params, "pending": state.pending}
-            return dq.sequential(functions, masters, x, "data", **options)
+            return dq.overlapped(functions, masters, x, "data", **options)
 
         (loss, params), grads = jax.value_and_grad(loss, has_aux=True)(state.masters)
         updates, state = optimizer.update(grads, state, params)
@@ -225,7 +225,7 @@ def sharded(
     after the first update: call `set_masters`.
 
     * Under `jax.shard_map` gradients vary over the axis, as for `dynamiq_jax.psum`. Outside of maps
-      they are terms: ``dq.value_and_grad(loss, axis_name=axis_name, reduce=False)``. On a mesh of
+      they are terms: ``dq.value_and_grad(loss, axis_name=axis_name, unreduced=True)``. On a mesh of
       Auto axes ``init`` and ``update`` may run inside of `jax.jit` or outside.
     * A step whose gradient has an infinite or undefined norm only changes ``step``, ``skipped``,
       ``skipped_in_a_row`` and ``norm`` of the state.
@@ -240,12 +240,12 @@ def sharded(
         f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
         as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
-      compression: the compression of gradients, as for `dynamiq_jax.psum`, without memory. With
+      compression: how gradients travel, as for `dynamiq_jax.psum`, without memory; or a
+        `dynamiq_jax.Policy`, whose ``parameters`` say how differences of parameters travel, as for
+        `dynamiq_jax.all_gather`. Default: ``DynamiQ(bits=2.5, dither=True)`` for differences, with
+        the limits of gradients; if gradients travel in `BF16` or `F32`, the same method. With
         ``DynamiQ.plan=None`` differences have no plan over links of any kind, and gradients only
-        beside a backward pass, as in `dynamiq_jax.sequential`.
-      differences: the compression of parameters' differences, as for `dynamiq_jax.all_gather`; a
-        bare method uses the limits of ``compression``, such as its ``min_bucket_bytes``. Default:
-        ``DynamiQ(bits=2.5, dither=True)``; if ``compression`` is `BF16` or `F32`, the same method.
+        beside a backward pass, as in `dynamiq_jax.overlapped`.
       max_norm: the largest norm of the mean gradient over all parameters; a larger gradient is
         scaled down to it, as `optax.clip_by_global_norm` does. `None`: no limit.
       key: a PRNG key for the rounding, the same on all workers; the index of the step is folded
@@ -258,7 +258,6 @@ def sharded(
       deferred: whether differences are gathered at the start of the next step.
       mesh: a mesh of Auto axes, for trainers without a map. It is needed only if ``init`` is traced
         and neither `jax.set_mesh` nor the parameters tell the mesh.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A transformation whose ``update(grads, state, params)`` returns updates, a tree like
@@ -272,11 +271,9 @@ def sharded(
         no mesh; or a wrapper of optax around this transformation uses each worker's own gradients.
     """
     axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    compression = as_compression(compression, method=method)
-    # Differences take the limits of the gradients, unless they have their own.
-    gathers = gathers_of(differences, compression, copied=True)
+    gathers = gathers_of(compression, copied=True)
     options: dict[str, Any] = {"gathers": gathers, "copied": True, "to": "invarying"}
-    total = Reduction(axis, compression, "mean", **options)
+    total = Reduction(axis, as_compression(compression), "mean", **options)
     check_key(key, axis)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
@@ -358,7 +355,7 @@ def _places(
             raise ValueError(
                 f"leaf {leaf.path} is sharded over {sorted(own)}, which are workers of "
                 f"axis_name={axis.name!r}: every worker needs the whole copy; replicate it over "
-                "them, or train with dq.reduce_in_backward(specs=...) and a plain optimizer"
+                "them, or train with dq.fsdp(specs=...) and a plain optimizer"
             )
         entries = [names_of(entry) for entry in spec] + [()] * (len(leaf.shape) - len(spec))
         parts = [math.prod(mesh.shape[name] for name in names) for names in entries]
@@ -721,7 +718,7 @@ class _Update(NamedTuple):
             f"{wholes[a]}, and leaf {other} has {found[b]}, which is not this worker's slice, "
             f"{own[b]}; pass whole gradients of all leaves, as jax.grad of the parameters gives "
             "them, or slices of all, as jax.grad of state.masters does through "
-            "dq.reduce_in_backward(specs=..., copies=...)"
+            "dq.fsdp(specs=..., copies=...)"
         )
 
     def _means(
@@ -858,7 +855,7 @@ def _states(opt_state: Any) -> list[ShardedState]:
 def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     """Returns the current parameters, for an optimizer with ``deferred=True``.
 
-    Adds the differences of the last update, which `dq.sequential` would add in the next step. Use
+    Adds the differences of the last update, which `dq.overlapped` would add in the next step. Use
     it for evaluation, for checkpoints that other programs read, and at the start of steps without a
     pipeline. Training can continue from ``params`` or from the result; with ``params`` it has the
     same bits as without this call.
@@ -867,7 +864,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     function as ``differences`` is not called again.
 
     If ``params`` is a list or tuple, its entries are the functions' parameters, as for
-    `dq.sequential`, and the result has the same bits as there. Any other tree is gathered at once.
+    `dq.overlapped`, and the result has the same bits as there. Any other tree is gathered at once.
 
     Args:
       params: the parameters after the last step.

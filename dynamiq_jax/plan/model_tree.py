@@ -26,6 +26,9 @@ def save_model_tree(file: str | Path, params: Any) -> None:
 
     Returns:
       Nothing.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     leaves = describe_leaves(params)
     names = [leaf.path for leaf in leaves]

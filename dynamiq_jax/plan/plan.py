@@ -22,6 +22,11 @@ SCOPE = "dynamiq_plan_"
 """The beginning of the names of plans in compiled programs."""
 
 
+def lines_of_defaults(defaults: Iterable[str]) -> list[str]:
+    """The lines by which explanations tell of `Plan.defaults`."""
+    return [f"By default on this machine: {told}." for told in dict.fromkeys(defaults)]
+
+
 def native_share(kind: Kind, n_workers: int) -> float:
     """The part of a leaf's bytes that a worker sends if XLA's collective moves it.
 
@@ -83,6 +88,8 @@ class Plan(NamedTuple):
     """Whether the call has a key: without one, and without statistics, samples give the seed."""
     apart: tuple[Leaf, ...] = ()
     """Leaves that were left out of the buckets, which would hold them otherwise."""
+    defaults: tuple[str, ...] = ()
+    """Defaults that links and environment of this machine decided, a line for each."""
 
     @property
     def n_workers(self) -> int:

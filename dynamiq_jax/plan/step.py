@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.stages import Compiled
 
-from dynamiq_jax.plan.plan import SCOPE, Move, Plan, known
+from dynamiq_jax.plan.plan import SCOPE, Move, Plan, known, lines_of_defaults
 from dynamiq_jax.plan.program import Collective, collectives_of, scoped
 from dynamiq_jax.plan.traced import bytes_by_scope
 
@@ -269,6 +269,7 @@ def _lines(told: StepExplanation) -> list[str]:
         )
     if told.pushes:
         lines.append("Push kernels send the payloads of some plans, where it is faster.")
+    lines += lines_of_defaults(x for run in told.plans for x in run.plan.defaults)
     if natives:
         lines += ["", "Leaves that travel natively:"]
         natives.sort(key=lambda entry: -entry[0].sent_bits * entry[1])

@@ -7,28 +7,27 @@ from typing import Any
 import jax
 from jax import Array
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.meshes import is_outside
-from dynamiq_jax.methods import Method, State
+from dynamiq_jax.former import formerly
+from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.explicit_sums import reduce_outside
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import WorkerTerms, reduce_terms
-from dynamiq_jax.topologies import AnyTopology
 
 
+@formerly(topology=as_topology)
 def psum(
     x: Any,
     axis_name: AxisName,
     *,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """Sums every leaf over the mapped axis, compressed; replaces `jax.lax.psum`.
 
@@ -45,7 +44,7 @@ def psum(
     also names large leaves that are not compressed because of a limit (``min_bucket_size``,
     ``min_bucket_bytes``) that the caller did not set.
 
-    Outside of maps `psum` sums the gradients that `value_and_grad` returns with ``reduce=False``.
+    Outside of maps `psum` sums the gradients that `value_and_grad` returns with ``unreduced=True``.
     On a mesh of Explicit axes it sums the leaves that are typed as unreduced over the data axes;
     other leaves are sums already.
 
@@ -59,7 +58,6 @@ def psum(
         method`` chooses a method for every leaf, and excludes leaves for which it returns `None`:
         ``lambda path, leaf: None if "norm" in path else dq.DynamiQ()``. A path is a string such as
         "layers/0/kernel", and a leaf is a `jax.ShapeDtypeStruct`.
-      topology: how payloads travel; `None` chooses by `dynamiq_jax.topologies.choice`.
       key: a PRNG key for the rounding, the same on all workers. A key that varies over the axis,
         according to JAX's types, is refused. If JAX does not track this (``check_vma=False``,
         `jax.pmap`, `jax.vmap`), ``DynamiQ(debug_checks=True)`` detects it. Default: a hash of the
@@ -76,7 +74,6 @@ def psum(
         ``check_vma=False`` the specs say which leaves are copies over other manual axes; without
         specs each leaf then travels in a bucket of its own. Outside of maps the specs say how sums
         are sharded, also over the summed axes. By default sums are sharded like their terms.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x``.
@@ -89,23 +86,20 @@ def psum(
       NotImplementedError: ``axis_index_groups`` are used elsewhere, or axes are positional.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Reduction(
-        axis, as_compression(compression, topology, method=method), "sum", specs=specs
-    )
+    total = Reduction(axis, as_compression(compression), "sum", specs=specs)
     return reducer_for(total, x)(x, key).tree
 
 
+@formerly(topology=as_topology)
 def pmean(
     x: Any,
     axis_name: AxisName,
     *,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     specs: Any = None,
     weight: Array | float | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """Averages every leaf over the mapped axis, compressed; replaces `jax.lax.pmean`.
 
@@ -116,12 +110,10 @@ def pmean(
         Small leaves and other dtypes are averaged exactly, by the rules of `jax.lax.pmean`.
       axis_name: as for `psum`.
       compression: as for `psum`.
-      topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`; each group has its own mean.
       specs: as for `psum`.
       weight: how much this worker counts, as for `reduce`: a scalar, such as its number of tokens.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x``, with the same bits on all workers. With a ``weight`` it holds weighted
@@ -134,25 +126,22 @@ def pmean(
       NotImplementedError: as for `psum`.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Reduction(
-        axis, as_compression(compression, topology, method=method), "mean", specs=specs
-    )
+    total = Reduction(axis, as_compression(compression), "mean", specs=specs)
     return reducer_for(total, x)(x, key, weight=weight).tree
 
 
+@formerly(topology=as_topology)
 def reduce(
     tree: Any,
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     state: State | None = None,
     metrics: bool = False,
     specs: Any = None,
     weight: Array | float | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Reduced:
     """Sums or averages like `psum` and `pmean`, with states and metrics.
 
@@ -161,7 +150,6 @@ def reduce(
       axis_name: as for `psum`.
       op: "mean" or "sum".
       compression: as for `psum`.
-      topology: as for `psum`.
       key: as for `psum`.
       state: the state of a method with memory: first that of `init_state`, then the one that the
         previous step returned.
@@ -173,7 +161,6 @@ def reduce(
         0 contributes nothing, not even NaN. If all weights are 0, the mean is 0. A negative,
         infinite or NaN weight makes the mean NaN on all workers. Leaves must be floating-point; for
         f16 leaves, n times their values must fit f16.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The tree, the next step's state (`None` without ``state``) and the metrics.
@@ -182,9 +169,7 @@ def reduce(
       ValueError: as for `psum`; ``op`` is neither of these; a method needs a state, and none is
         passed; or a ``weight`` is not a scalar, or is for a sum or for integers.
     """
-    total = Reduction(
-        check_axis(axis_name), as_compression(compression, topology, method=method), op, specs=specs
-    )
+    total = Reduction(check_axis(axis_name), as_compression(compression), op, specs=specs)
     return reducer_for(total, tree)(tree, key, state, metrics=metrics, weight=weight)
 
 

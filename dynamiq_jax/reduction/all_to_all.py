@@ -9,19 +9,21 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression, check_method
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression, as_cotangents
 from dynamiq_jax.compression.routes import check_exchanges
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import check_axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.engine.run import Values, run
-from dynamiq_jax.methods import DynamiQ, Method, State, unless_plain
+from dynamiq_jax.former import formerly
+from dynamiq_jax.methods import F32, DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.plan.plan import Native, Plan
@@ -42,6 +44,7 @@ EIGHT_BITS = DynamiQ(bits=8.5)
 """The default: codes of 8 bits, and 0.34 bits of scales for each code."""
 
 
+@formerly(backward=as_cotangents)
 def all_to_all(
     x: Tree,
     axis_name: AxisName,
@@ -50,10 +53,8 @@ def all_to_all(
     *,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
     tiled: bool = False,
-    compression: Compression | Method | ByPath | None = None,
-    backward: Method | Literal["auto"] | None = "auto",
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Tree:
     """Sends block i of every leaf to worker i, quantised; cotangents are also sent quantised.
 
@@ -82,12 +83,12 @@ def all_to_all(
       tiled: if true, ``split_axis`` is a multiple of n, the number of workers, and shrinks to 1/n
         of it, and ``concat_axis`` becomes n times as long; otherwise ``split_axis`` is n, and moves
         to ``concat_axis``.
-      compression: as for `psum`, without a state. Default: ``DynamiQ(bits=8.5)``, codes of 8 bits.
-      backward: the method for the cotangents of all leaves that are compressed; `None`: the leaf's
-        method. "auto": ``DynamiQ(bits=8.5)``, but the leaf's method if that is `BF16` or `F32`.
+      compression: how blocks travel, as for `psum`, without a state; or a `Policy`, whose
+        ``activations`` say this, and whose ``cotangents`` are the method for the cotangents of
+        leaves that are compressed. Default of both: ``DynamiQ(bits=8.5)``, codes of 8 bits; if
+        blocks travel in `BF16` or `F32`, the same for their cotangents.
       key: as for `psum`. The backward pass uses other noise from the same key. Without a key the
         noise of `DynamiQ` is a hash of each worker's data.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` with the blocks that this worker received, in the leaf's dtype.
@@ -103,11 +104,12 @@ def all_to_all(
     axis = check_axis(axis_name, axis_index_groups)
     if not axis.names:
         return lax.all_to_all(x, axis.names, split_axis, concat_axis, tiled=tiled)
-    compression = replace(
-        as_compression(compression, method=method, default=EIGHT_BITS), topology=None
-    )  # an exchange has one level
+    back = compression.cotangents if isinstance(compression, Policy) else None
+    back = None if back is None else as_compression(back)
+    # An exchange has one level.
+    compression = replace(as_compression(compression, "activations", EIGHT_BITS), topology=None)
     told = {"split_axis": split_axis, "concat_axis": concat_axis, "tiled": tiled}
-    told["backward"] = backward
+    told["cotangents"] = back
     sizes, leaves, fixed = check_and_describe("all_to_all", axis, x, compression, key, told)
     values, treedef = jax.tree.flatten(x)
     n = math.prod(sizes)
@@ -115,11 +117,11 @@ def all_to_all(
     for leaf in leaves:
         cut.check(leaf, "split_axis", "pad it with zeros, which stay zeros")
         check_axis_of(leaf, "concat_axis", concat_axis)
-    if backward is not None and backward != "auto":
-        check_method(backward, "backward")
-        check_exchanges(backward, n, "backward")
+    for method in dict.fromkeys(back.methods_of(leaves) if back else ()):
+        check_exchanges(method or F32(), n, "cotangents")
     plan = compression.plan(leaves, sizes, "all-to-all", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
+    backward = tuple(_backward(bucket, back) for bucket in plan.buckets)
     rule = Exchange(axis, cut, concat_axis, backward)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
     return treedef.unflatten(found.values())
@@ -131,7 +133,8 @@ class Exchange(NamedTuple):
     axis: Axis
     cut: Cut
     concat_axis: int
-    backward: Method | Literal["auto"] | None
+    backward: tuple[Method, ...]
+    """The method for the cotangents of each bucket."""
 
     def native(self, leaves: Sequence[Native], values: Values) -> Values:
         """See `Rule`."""
@@ -152,9 +155,7 @@ class Exchange(NamedTuple):
         if self.cut.n_workers > 1:
             bucket = plan.buckets[number]
             forth = bucket.route.method.of_bucket(bucket)
-            auto = self.backward == "auto"
-            back = unless_plain(forth, EIGHT_BITS) if auto else self.backward or forth
-            x = _exchange(x, seed, self.axis, forth, back)
+            x = _exchange(x, seed, self.axis, forth, self.backward[number])
         return x, (state, None)
 
     def taken_apart(self, result: Any, bucket: Bucket) -> Values:
@@ -165,6 +166,21 @@ class Exchange(NamedTuple):
             leaf.index: put_together(from_flat(own, leaf), self.concat_axis, tiled=self.cut.tiled)
             for leaf, own in pairs
         }
+
+
+def _backward(bucket: Bucket, told: Compression | None) -> Method:
+    """The method for the cotangents of a bucket; leaves that are excluded travel in f32."""
+    if told is None:
+        return unless_plain(bucket.route.method.of_bucket(bucket), EIGHT_BITS)
+    leaves = list(bucket.leaves)
+    found = dict(zip(told.methods_of(leaves), leaves, strict=True))
+    if len(found) > 1:
+        raise ValueError(
+            f"cotangents: leaves {' and '.join(leaf.name for leaf in found.values())} share a "
+            "bucket of activations, and the methods of their cotangents are "
+            f"{' and '.join(map(repr, found))}; choose one for all, or let their activations differ"
+        )
+    return (next(iter(found)) or F32()).of_bucket(bucket)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

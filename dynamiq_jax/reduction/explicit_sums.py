@@ -60,7 +60,7 @@ def reduce_outside(
         warn(
             f"no leaf is unreduced over axis {name!r}: outside of maps they count as summed "
             "already and are returned as they are. Take gradients by dq.value_and_grad("
-            "reduce=False), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
+            "unreduced=True), with Compression(min_leaf_size=0, min_bucket_bytes=0) if all leaves "
             "are small; or call this under jax.shard_map",
         )
     return reduce_unreduced(total, tree, key, state, metrics=metrics)

@@ -61,7 +61,7 @@ class Pending(Serializable):
         if self.total.axis.name not in _taken:
             warn(
                 "nothing takes the pending differences of dq.optax.sharded(..., deferred=True): "
-                "parameters would stay as they are; pass pending=state.pending to dq.sequential, "
+                "parameters would stay as they are; pass pending=state.pending to dq.overlapped, "
                 "or call dq.optax.gathered(params, opt_state) at the top of the step",
             )
 

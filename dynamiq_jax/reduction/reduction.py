@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import ByPath, Compression, first_states
+from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression
+from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
@@ -276,7 +278,7 @@ class Reduction:
         axes, words = self.axis.names, key_words(key)
         compression = _with_method(self.compression, _defaults(self.copied).gradients)
         for some, own, steps in self._kinds(terms, compression):
-            route = own.route(axis_sizes(self.axis))
+            route = self._told(own.route(axis_sizes(self.axis)), self.compression)
             # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
             within = tuple(name for _, names in steps for name in names)
             rest = tuple(name for name in axes if name not in within)
@@ -312,7 +314,7 @@ class Reduction:
         assert self.gathers is not None
         for some, own, steps in self._kinds(shards, self._of_gathers(), sharded=True):
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
-            route = told.route(axis_sizes(self.axis))
+            route = self._told(told.route(axis_sizes(self.axis)), self.gathers)
             for at, names in steps:
                 seed = None if words is None else fold_seed(words, GATHERS + _first(at))
                 axis, along = Axis(names), dict[str, Any](op=self.op, to=self.to)
@@ -334,6 +336,13 @@ class Reduction:
             and method.native_dtype(leaf.dtype).itemsize >= leaf.dtype.itemsize
             for method, leaf in zip(methods, leaves, strict=True)
         ]
+
+    def _told(self, route: Route, passed: Compression) -> Route:
+        """The route, which tells what links decide of shards if no method was passed."""
+        if self.copied or passed.method is not None or not fast_links():
+            return route
+        told = "shards and their gradients travel in bf16, which is faster over NVLink"
+        return dataclasses.replace(route, defaults=(*route.defaults, told))
 
     def _of_gathers(self) -> Compression:
         assert self.gathers is not None
@@ -392,17 +401,14 @@ def _with_method(compression: Compression, default: Method) -> Compression:
     return dataclasses.replace(compression, method=default)
 
 
-def gathers_of(
-    gather: Compression | Method | ByPath | None,
-    compression: Compression,
-    *,
-    copied: bool = False,
-) -> Compression:
+def gathers_of(policy: AnyPolicy | None, *, copied: bool = False) -> Compression:
     """How shards travel. A bare method, or the default, has the limits of the gradients.
 
     Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
     alike. ``copied`` is as for `Reduction`.
     """
+    compression = as_compression(policy)
+    gather = policy.parameters if isinstance(policy, Policy) else None
     own = isinstance(gather, Compression)
     told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
 

@@ -13,19 +13,20 @@ import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.seeds import Seed, check_key, key_words
 from dynamiq_jax.engine.run import Values, no_buckets, run
+from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
 from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.reduction.buckets import with_tangent
 from dynamiq_jax.reduction.checks import Fixed, check_varying, fixed_leaves
 from dynamiq_jax.reduction.packed import Packed
-from dynamiq_jax.topologies import AnyTopology
 from dynamiq_jax.tree.leaves import (
     COMPRESSED_DTYPES,
     Bucket,
@@ -44,17 +45,16 @@ Dimensions = int | tuple[int, ...]
 """The dimension along which every leaf is cut or joined, or that of each leaf of a tree."""
 
 
+@formerly(topology=as_topology)
 def psum_scatter(
     x: Tree,
     axis_name: AxisName,
     *,
     scatter_dimension: int = 0,
     tiled: bool = False,
-    compression: Compression | Method | ByPath | None = None,
-    topology: AnyTopology | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Tree:
     """Sums every leaf over the mapped axis; worker i gets slice i of the sum.
 
@@ -73,10 +73,8 @@ def psum_scatter(
       tiled: if true, the dimension is a multiple of n, the number of workers, and shrinks to 1/n of
         it; otherwise it is n and is removed.
       compression: as for `psum`.
-      topology: as for `psum`.
       key: as for `psum`.
       axis_index_groups: as for `psum`; they also work with ``check_vma=True``.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` with this worker's slice of every sum, in the leaf's dtype.
@@ -90,7 +88,7 @@ def psum_scatter(
     """
     axis, compression = (
         check_axis(axis_name, axis_index_groups),
-        as_compression(compression, topology, method=method),
+        as_compression(compression),
     )
     if not axis.names:
         return x
@@ -254,10 +252,9 @@ def all_gather(
     axis: int = 0,
     tiled: bool = False,
     to: Varying = "varying",
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     axis_index_groups: Sequence[Sequence[int]] | None = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Tree | Any:
     """Gathers every worker's leaves, quantised; all workers get the same bits.
 
@@ -283,7 +280,6 @@ def all_gather(
         several axes.
       key: as for `psum`.
       axis_index_groups: as for `psum_scatter`; then ``to`` is "varying".
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``x`` of gathered leaves in their dtypes, with the same bits on all workers.
@@ -299,11 +295,11 @@ def all_gather(
     workers = check_axis(axis_name, axis_index_groups)
     check_choice("to", to, get_args(Varying))
     if isinstance(x, Packed):
-        told = {"compression": compression, "key": key, "method": method}
+        told = {"compression": compression, "key": key}
         _check_packed(x, workers, [name for name, value in told.items() if value is not None])
         return _gather_packed(x, Cut(axis, tiled, x.n_workers), to)
     return gather_over(
-        workers, x, as_compression(compression, method=method), axis, tiled=tiled, to=to, key=key
+        workers, x, as_compression(compression, "parameters"), axis, tiled=tiled, to=to, key=key
     )
 
 
@@ -414,7 +410,7 @@ def natively(
             wire = leaf.dtype
         return Native(leaf, f"{route.method!r} travels by XLA's collective", wire)
 
-    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)))
+    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)), defaults=route.defaults)
     rule = NativeScatter(axis, cut, op) if kind == "reduce-scatter" else NativeGather(axis, cut, to)
     found, _, _ = run(plan, rule, dict(enumerate(jax.tree.leaves(tree))))
     return jax.tree.structure(tree).unflatten(found.values())
@@ -479,7 +475,7 @@ def pack(
     shards: Any,
     axis_name: AxisName,
     *,
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
 ) -> Packed:
     """Encodes frozen shards once, for an `all_gather` of their payloads in each step.
@@ -513,7 +509,7 @@ def pack(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: the method does not support packing, or as for `all_gather`.
     """
-    axis, compression = check_axis(axis_name), as_compression(compression)
+    axis, compression = check_axis(axis_name), as_compression(compression, "parameters")
     plan, _ = _plan_of_shards("pack", axis, shards, compression, key, {})
     values, treedef = jax.tree.flatten(shards)
     words, n, payloads = key_words(key), axis.size, []

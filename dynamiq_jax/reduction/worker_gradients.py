@@ -38,7 +38,7 @@ class Placement(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class WorkerTerms:
-    """All workers' gradients of one parameter, by ``value_and_grad(reduce=False)``.
+    """All workers' gradients of one parameter, by ``value_and_grad(unreduced=True)``.
 
     It is a pytree node in the place of the parameter's gradient. ``jax.tree.map(jnp.add, grads,
     others)`` adds the terms of two micro-batches. A scan carries them, from
@@ -56,7 +56,7 @@ class WorkerTerms:
         """Refuses functions of arrays, which `jnp` and operators call with single leaves."""
         x, axis_name = jax.typeof(self.stacked), self.placement.axes
         raise ValueError(
-            f"a gradient of value_and_grad(reduce=False) is a node of the terms of {x.shape[0]} "
+            f"a gradient of value_and_grad(unreduced=True) is a node of the terms of {x.shape[0]} "
             f"workers, {x.str_short()}, and a function of arrays got the node. Sum terms by "
             f"dq.psum(grads, {axis_name[0] if len(axis_name) == 1 else axis_name!r}), and use "
             "the sums. To add up micro-batches begin with zeros of the gradients' shapes, not of "
@@ -88,7 +88,7 @@ def stacked_terms(tree: Any) -> tuple[Any, Mesh | AbstractMesh, tuple[str, ...],
         if own != first[:2]:
             raise ValueError(
                 f"leaf {jax.tree_util.keystr(path)} is {own}, and other leaves are terms of the "
-                f"workers of {first[:2]}; pass gradients of one value_and_grad(reduce=False) alone"
+                f"workers of {first[:2]}; pass gradients of one call of value_and_grad alone"
             )
     terms = [x for _, x in paths]
     stacked = treedef.unflatten(x.stacked for x in terms)
@@ -117,8 +117,8 @@ def reduce_terms(
     axis, op, specs = total.axis, total.op, total.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
-            "gradients of value_and_grad(reduce=False) are terms, and their sum is the gradient of "
-            f"the loss; op={op!r}, weight={weight!r} and specs={specs!r} do not go with them: call "
+            "gradients of value_and_grad(unreduced=True) are terms, and their sum is the "
+            f"gradient of the loss, without op={op!r}, weight={weight!r} and specs={specs!r}: call "
             "dq.psum(terms, axis_name)"
         )
     stacked, mesh, axes, placed = stacked_terms(terms)

@@ -95,7 +95,7 @@ class AutoGrad:
 
     Specs and aux are as for `value_and_grad`; loss and weight take ``(params, data)``, and
     ``batch_specs`` gives the name and the spec of every leaf of data (`batches.leaf_specs`).
-    Without ``wanted.reduces`` the gradients of all workers are returned stacked, as
+    With ``wanted.unreduced`` the gradients of all workers are returned stacked, as
     `WorkerTerms`.
     """
 
@@ -155,10 +155,10 @@ class AutoGrad:
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
         if any(split_of(spec, self.counting) for spec in placed):
             self.wanted.total.check_scatter(state, self.wanted.metrics)
-            if not self.wanted.reduces:
+            if self.wanted.unreduced:
                 raise NotImplementedError(
-                    f"parameters are sharded over the data axes {axes}, and with reduce=False "
-                    "every worker would keep whole gradients; leave reduce=False out, or replicate "
+                    f"parameters are sharded over the data axes {axes}, and with unreduced=True "
+                    "every worker would keep whole gradients; leave it out, or replicate "
                     "the parameters over these axes"
                 )
         known = _Known(told, placed, split, folded, knows_devices())
@@ -183,7 +183,7 @@ class AutoGrad:
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
-        of_found: Any = Reduced(of_grads if self.wanted.reduces else of_workers, of_workers, P())  # type: ignore[arg-type]
+        of_found: Any = Reduced(of_workers if self.wanted.unreduced else of_grads, of_workers, P())  # type: ignore[arg-type]
 
         def traced(recorded: Recorded | None) -> Any:
             mapped = jax.shard_map(
@@ -208,13 +208,13 @@ class AutoGrad:
         results = jaxpr_as_fun(program)(*jax.tree.leaves(given))
         value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
-            leading = () if self.wanted.reduces else (axis.name,)
+            leading = (axis.name,) if self.wanted.unreduced else ()
             specs = [P(*leading, *spec) for spec in placed]
             found = found._replace(tree=constrained(found.tree, self.mesh, specs))
         if self.wanted.has_aux:
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
-        if not self.wanted.reduces:
+        if self.wanted.unreduced:
             return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
@@ -222,7 +222,7 @@ class AutoGrad:
         """Parameters that are whole over the data axes; warns of many bytes."""
         leaves, own = zip(describe_leaves(params), placed, opened, strict=True), {*self.counting}
         gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
-        remedy = "differentiate under jax.shard_map and call dq.reduce_in_backward in each layer"
+        remedy = "differentiate under jax.shard_map and call dq.fsdp in each layer"
         warn_of_gather(gathered, remedy)
         # Without a constraint the compiler would gather over all axes.
         return constrained(params, self.mesh, opened) if gathered and self.others else params
@@ -260,7 +260,7 @@ class AutoGrad:
         terms = _equal_losses(value, axis, share)
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
-        if self.wanted.reduces:
+        if not self.wanted.unreduced:
             own = jax.tree.map(lambda x: x[0], state)
             found = total.reduce(grads, key, own, metrics=self.wanted.metrics)
         else:

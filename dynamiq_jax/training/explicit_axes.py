@@ -117,8 +117,8 @@ class _Program(NamedTuple):
 class ExplicitGrad(NamedTuple):
     """How to differentiate a loss of global arrays, and how to sum its gradients.
 
-    Without ``wanted.reduces`` the gradients of deferred leaves stay unreduced. With
-    ``wanted.gathers`` the loss takes whole leaves, also of those that data axes shard.
+    With ``wanted.unreduced`` the gradients of deferred leaves stay unreduced. With
+    ``wanted.ungathered`` the loss takes shards of leaves that data axes shard, else whole leaves.
     """
 
     mesh: AbstractMesh
@@ -180,9 +180,9 @@ class ExplicitGrad(NamedTuple):
         compressed = large_leaves(self.wanted.total, params, placed, self.mesh)
         large = {i for i in compressed if leaves[i].size > 1}
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
-        own = set() if self.wanted.gathers else sharded
+        own = sharded if self.wanted.ungathered else set()
         parts, _ = placed_leaves(params, self.mesh, treedef.unflatten(map(self._whole, placed)))
-        remedy = "call dq.reduce_in_backward in each layer of the loss, and pass gather=False"
+        remedy = "call dq.fsdp in each layer of the loss, and pass ungathered=True"
         warn_of_gather([parts[i] for i in sorted(sharded - own)], remedy)
         return _Leaves(params, leaves, treedef, placed, large, own, sharded - own, large - own)
 
@@ -212,9 +212,9 @@ class ExplicitGrad(NamedTuple):
             what = _listed(given.params, taken, "sharded parameters")
             raise ValueError(
                 f"a jax.shard_map in the loss takes {what}, which are gathered over axis "
-                f"{self.axis.name!r} before the loss. Pass "
-                "value_and_grad(gather=False), and the map takes shards, such as those of experts; "
-                "or jax.reshard them in the loss before the map, which then takes whole ones"
+                f"{self.axis.name!r} before the loss. Pass value_and_grad(ungathered=True), and "
+                "the map takes shards, such as those of experts; or "
+                "jax.reshard them in the loss before the map, which then takes whole ones"
             )
 
     def _warn_of_program(self, given: _Leaves, program: _Program, native: set[int]) -> None:
@@ -296,7 +296,7 @@ class ExplicitGrad(NamedTuple):
         """Warns of shards whose gradients JAX sums: the loss does not gather them by our means."""
         warn(
             f"{_listed(params, alone, 'sharded parameters')} do not pass "
-            "dq.reduce_in_backward as shards, and JAX sums their gradients, uncompressed. "
+            "dq.fsdp as shards, and JAX sums their gradients, uncompressed. "
             "Call it for these, too, in the place of jax.reshard, or exclude them "
             "by Compression(exclude=...)",
         )
@@ -305,11 +305,11 @@ class ExplicitGrad(NamedTuple):
         """The gradients, from those that are terms and those that are sums."""
         terms, sums = found.terms, found.sums
         both = terms.keys() & sums.keys()
-        if not self.wanted.reduces:
+        if self.wanted.unreduced:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
         numbers = range(len(given.leaves))
         grads = given.treedef.unflatten(terms.get(i, sums.get(i)) for i in numbers)
-        if not self.wanted.reduces:
+        if self.wanted.unreduced:
             return grads
         total = dataclasses.replace(self.wanted.total, specs=given.treedef.unflatten(given.placed))
         done = reduce_unreduced(total, grads, key, state, metrics=self.wanted.metrics)
@@ -392,7 +392,7 @@ class ExplicitGrad(NamedTuple):
                 "as table.at[ids].get(out_sharding=...). Exclude other leaves by "
                 "Compression(exclude=...), and JAX sums their gradients; or take a mesh of Auto "
                 "axes. Of parameters that are sharded over the axis the loss got whole ones; "
-                "with gather=False it gets shards. A sharding constraint on Explicit axes is an "
+                "with ungathered=True it gets shards. A sharding constraint on Explicit axes is an "
                 f"assertion, which whole parameters fail: {REMEDY}, and unbox the parameters "
                 "of Flax' Linen"
             )

@@ -34,7 +34,7 @@ _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole
 BACKWARD = 1
 """`traced_for`'s number of the backward passes that begin with `value_and_grad`'s seed."""
 MARKS = 2
-"""`traced_for`'s number of traces in which calls of `reduce_in_backward` leave marks."""
+"""`traced_for`'s number of traces in which calls of `fsdp` leave marks."""
 
 SCOPE = "gathered_by_dynamiq_jax"
 """The scope of every gather in a program, by which `gathers` finds it."""
@@ -57,12 +57,12 @@ def gathered_before(whole: bool) -> Iterator[None]:
 
 
 def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
-    """`reduce_in_backward` outside of maps: types say which leaves are shards; others pass."""
+    """`fsdp` outside of maps: types say which leaves are shards; others pass."""
     axis = total.axis
     if _whole.get():
         raise ValueError(
-            "reduce_in_backward is called in a loss whose sharded parameters value_and_grad has "
-            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, gather=False)"
+            "fsdp is called in a loss whose sharded parameters value_and_grad has "
+            f"gathered: pass value_and_grad(loss, axis_name={axis.name!r}, ungathered=True)"
         )
     check_key(key)
     mesh = mesh_of(params)
@@ -88,7 +88,7 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gather:
-    """How one call of `reduce_in_backward` gathers shards, and scatters their gradients.
+    """How one call of `fsdp` gathers shards, and scatters their gradients.
 
     Shards, values and gradients are lists of the chosen leaves, in their order.
     """
@@ -135,7 +135,7 @@ class Gather:
         def backward(words: Array | None, gradients: list[Array]) -> tuple[Any, None, None]:
             if traced_for.value != BACKWARD:
                 raise ValueError(
-                    "reduce_in_backward outside of maps found a derivative that is not "
+                    "fsdp outside of maps found a derivative that is not "
                     "dq.value_and_grad's: JAX's seed is a constant, of which every device would "
                     f"add all to the terms that are summed over {self.total.axis.names}; pass the "
                     f"loss to dq.value_and_grad(loss, axis_name={self.total.axis.name!r})"

@@ -8,40 +8,40 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.methods import Method
+from dynamiq_jax.former import formerly
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.explicit_shards import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
-def reduce_in_backward(
+@formerly(gather=as_parameters)
+def fsdp(
     params: Any,
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     specs: Any = None,
-    gather: Compression | Method | ByPath | None = None,
     copies: Any = None,
-    method: Compression | Method | ByPath | None = None,
 ) -> Any:
-    """Reduces gradients in a worker's loss (in maps) or in the global batch's (outside of maps).
+    """Gathers shards in a worker's loss (in maps) or the global batch's; reduces their gradients.
 
-    Sharded parameters are gathered in the forward pass. Gathers and reductions are compressed.
+    Gathers in the forward pass and reductions in the backward pass are compressed.
 
     Call it in the loss, where parameters are used. It returns replicated parameters unchanged, cast
     to varying, and its derivative is `dq.reduce`. So `jax.grad` of such a loss returns reduced
     gradients; in a scan over layers they are reduced layer by layer:
 
         def layer(x, params):  # of jax.lax.scan, or of a loop in Python
-            return block(dq.reduce_in_backward(params, "data"), x), None
+            return block(dq.fsdp(params, "data"), x), None
 
     **FSDP.** Parameters whose ``specs`` name the axis are this worker's shards. They are gathered,
     compressed, and their gradients are scattered, compressed:
@@ -49,7 +49,7 @@ def reduce_in_backward(
         @jax.checkpoint  # gathers again in the backward pass, the same bits
         def layer(x, shards):
             own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), shards)
-            return block(dq.reduce_in_backward(own, "data", specs=P("data")), x), None
+            return block(dq.fsdp(own, "data", specs=P("data")), x), None
 
     Cast shards to the dtype in which the layer computes; whole parameters then have this dtype.
     With several axes, leaves are gathered over the axes in their specs, and their gradients are
@@ -62,7 +62,7 @@ def reduce_in_backward(
 
         def loss(masters):
             options = {"specs": dq.optax.state_specs(state).masters, "copies": params}
-            return loss_fn(dq.reduce_in_backward(masters, "data", **options), x)
+            return loss_fn(dq.fsdp(masters, "data", **options), x)
 
         updates, state = optimizer.update(jax.grad(loss)(state.masters), state, params)
 
@@ -88,20 +88,19 @@ def reduce_in_backward(
         path and ``specs`` see `None` for such leaves.
       axis_name: as for `psum`; all axes that split the batch.
       op: "mean" or "sum". It has no effect outside of maps, where the loss is that of all examples.
-      compression: as for `psum`, without memory, since a backward pass cannot return a state. A
-        function of the path gets the shapes of whole leaves.
+      compression: how gradients travel, as for `psum`, without memory, since a backward pass cannot
+        return a state; or a `Policy`, whose ``parameters`` say how shards are gathered. Default:
+        ``DynamiQ(bits=8)`` for shards, with the limits and exclusions of gradients. ``BF16()`` and
+        ``F32()`` are native all-gathers in 16 bits and in the leaf's dtype; if gradients travel in
+        either, so do shards by default. Over NVLink, where bf16 is faster, ``BF16()`` is the
+        default for shards and their gradients. A function of the path gets the shapes of whole
+        leaves.
       key: as for `psum`. In a scan all layers get the same key, and round in the same way: fold in
         the layer's index, or pass no key.
       specs: as for `psum`. A PartitionSpec that names ``axis_name``, or some of its axes, also says
         that a leaf is a shard, and along which dimension. Outside of maps types say this.
-      gather: how shards are gathered, like ``compression``. Default: ``DynamiQ(bits=8)`` with the
-        same limits and exclusions as ``compression``. ``BF16()`` and ``F32()`` are native
-        all-gathers in 16 bits and in the leaf's dtype; with either as ``compression`` it is the
-        default. Over NVLink, where bf16 is faster, ``BF16()`` is the default for shards and their
-        gradients.
       copies: inside of maps, a tree like ``params`` of whole leaves, with the same bits on all
         workers, in any floating-point dtype. Gradients have the dtype of ``params``.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       A tree like ``params`` of whole leaves that vary over the axis; with ``copies``, the copies.
@@ -114,9 +113,8 @@ def reduce_in_backward(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken, or a method does not scatter.
     """
-    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
-    gathers = gathers_of(gather, compression)
-    total = Reduction(axis, compression, op, gathers=gathers, overlaps=True)
+    axis, gathers = check_axis(axis_name), gathers_of(compression)
+    total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if is_outside(axis, params):
         if specs is not None or copies is not None:
             name, given = ("specs", specs) if copies is None else ("copies", "...")
@@ -125,7 +123,7 @@ def reduce_in_backward(
                 "parameters are sharded; leave it out"
             )
         return gather_outside(total, params, key=key)
-    reducer = Reducer(total, params, "reduce_in_backward", specs=specs, copies=copies)
+    reducer = Reducer(total, params, "fsdp", specs=specs, copies=copies)
     check_key(key, axis)
 
     @jax.custom_vjp
@@ -158,7 +156,7 @@ class Reducer:
         self._leaves, self._treedef = jax.tree.flatten(jax.tree.map(jax.typeof, params))
         sizes, compression = axis_sizes(total.axis, caller), total.compression
         self.copied = copies is not None
-        """Whether all workers hold copies. `sequential` may have some for only some functions."""
+        """Whether all workers hold copies. `overlapped` may have some for only some functions."""
         total = dataclasses.replace(total, copied=self.copied)
         total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]

@@ -31,12 +31,12 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.seeds import key_words
+from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.phases import Progress
-from dynamiq_jax.methods import Method
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
@@ -46,21 +46,20 @@ Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
 
 
-def sequential(
+@formerly(gather=as_parameters)
+def overlapped(
     functions: Sequence[Function],
     params: Sequence[Any],
     x: Any,
     axis_name: AxisName,
     *,
     op: Op = "mean",
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     key: Array | None = None,
     specs: Sequence[Any] | None = None,
-    gather: Compression | Method | ByPath | None = None,
     copies: Sequence[Any] | None = None,
     pending: Pending | None = None,
     reshard_after_forward: bool = True,
-    method: Compression | Method | ByPath | None = None,
 ) -> Any:
     """One worker's loss as successive functions; reductions overlap with the backward pass.
 
@@ -73,7 +72,7 @@ def sequential(
     pass of the functions before it goes on:
 
         functions = [embed, *[block] * n_layers, head_and_loss]
-        loss = dq.sequential(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
+        loss = dq.overlapped(functions, [p["embed"], *p["blocks"], p["head"]], tokens, "data")
 
     XLA's scheduler does not do this for gradients that are reduced after `jax.grad`: it puts
     reductions of several steps after all products of the weights' gradients. Here the order is part
@@ -82,8 +81,8 @@ def sequential(
     sent during the one after it, and so on. Compile with `dynamiq_jax.jit`; otherwise transfers
     start late.
 
-    The rules of `reduce_in_backward` also apply here. If two functions use the same parameters,
-    pass these to `reduce_in_backward` once, before the pipeline. Each function's gradients have
+    The rules of `fsdp` also apply here. If two functions use the same parameters,
+    pass these to `fsdp` once, before the pipeline. Each function's gradients have
     separate buckets, so a function should be a layer or more, not a norm. Wrap functions in
     `jax.checkpoint` to compute them again instead of keeping the values that their backward pass
     needs. Pass other inputs of functions, such as labels, in ``x``: JAX refuses traced values that
@@ -105,12 +104,11 @@ def sequential(
       x: the input of the first function; it may contain integers and other types.
       axis_name: as for `psum`.
       op: "mean" or "sum".
-      compression: as for `psum`, without memory, since a backward pass cannot return a state.
+      compression: as for `fsdp`.
       key: as for `psum`; the index of the function is folded in.
-      specs: for every function a tree as for `reduce_in_backward`. If axes are automatic, all
+      specs: for every function a tree as for `fsdp`. If axes are automatic, all
         collectives of a reduction are in one round.
-      gather: as for `reduce_in_backward`.
-      copies: as for `reduce_in_backward`, for every function; `None` for a function without copies.
+      copies: as for `fsdp`, for every function; `None` for a function without copies.
         Functions take the copies, and the gradients of ``params`` are this worker's slices
         (ZeRO-1). A scatter has two of an all-reduce's three rounds.
       pending: ``state.pending`` of ``dq.optax.sharded(..., deferred=True)``. The copies are those
@@ -119,7 +117,6 @@ def sequential(
         functions.
       reshard_after_forward: whether the forward pass keeps only the shards of parameters. `False`
         saves the second gather, and needs memory for all payloads.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       The result of the last function. With ``pending`` a pair: this result, and the current copies,
@@ -127,19 +124,18 @@ def sequential(
 
     Raises:
       ValueError: the number of params, or of specs, is not that of functions; ``pending`` is not
-        from an optimizer over this axis, or has no copies; or as for `reduce_in_backward`.
+        from an optimizer over this axis, or has no copies; or as for `fsdp`.
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
-    axis, compression = check_axis(axis_name), as_compression(compression, method=method)
+    axis, gathers = check_axis(axis_name), gathers_of(compression)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
-    gathers = gathers_of(gather, compression)
-    total = Reduction(axis, compression, op, gathers=gathers, overlaps=True)
+    total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if pending is not None:
         _check_pending(pending, axis, told["copies"])
     parts = []
     for number, (function, own, spec, copy) in enumerate(zip(*told.values(), strict=True)):
-        reducer = Reducer(total, own, "sequential", specs=spec, copies=copy)
+        reducer = Reducer(total, own, "overlapped", specs=spec, copies=copy)
         parts.append(_Part(function, reducer, number))
     chain = _Chain(axis, tuple(parts), Traces(), reshard_after_forward)
     run = jax.custom_vjp(chain.run)
@@ -203,7 +199,7 @@ class _Part(NamedTuple):
 
 
 class _Chain(NamedTuple):
-    """The functions of one `sequential`, with its forward and backward passes."""
+    """The functions of one `overlapped`, with its forward and backward passes."""
 
     axis: Axis
     parts: tuple[_Part, ...]

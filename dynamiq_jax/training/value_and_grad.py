@@ -14,11 +14,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.compression import ByPath, Compression, as_compression
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.core.meshes import check_set_mesh, is_explicit, mesh_of, set_around
-from dynamiq_jax.methods import Method
+from dynamiq_jax.former import formerly, unless
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments
@@ -29,25 +29,25 @@ from dynamiq_jax.training.wanted import Wanted, apart, together
 from dynamiq_jax.tree.placement import check_nodes
 
 
+@formerly(reduce=unless("unreduced", default=True), gather=unless("ungathered", default=True))
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
     axis_name: AxisName,
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,
-    compression: Compression | Method | ByPath | None = None,
+    compression: AnyPolicy | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     metrics: bool = False,
     op: Op = "mean",
-    reduce: bool = True,
-    gather: bool = True,
+    unreduced: bool = False,
+    ungathered: bool = False,
     specs: Any = None,
     batch_specs: Any = None,
     closed_specs: Any = None,
     weight: Callable[..., Any] | None = None,
     aux: Any = None,
     allow_int: bool = False,
-    method: Compression | Method | ByPath | None = None,
 ) -> Callable[..., Any]:
     """`jax.value_and_grad` of the global batch's loss (Explicit axes) or a worker's (Auto axes).
 
@@ -92,13 +92,13 @@ def value_and_grad(
 
     **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
     holds the whole model. If this takes more than 1 GiB, a warning says how many bytes. To gather
-    one layer at a time, compressed, call `reduce_in_backward` in the layers: on Explicit axes with
-    ``gather=False``; on Auto axes under `jax.shard_map`, instead of this function.
+    one layer at a time, compressed, call `fsdp` in the layers: on Explicit axes with
+    ``ungathered=True``; on Auto axes under `jax.shard_map`, instead of this function.
 
     **Experts** that are sharded over the data axes of an Explicit mesh can be passed as shards to a
-    `jax.shard_map` in the loss, with ``gather=False``. Leave out the map's ``in_specs``, since P()
-    refuses parameters that are typed as reduced. JAX sums gradients of experts over data axes that
-    do not shard them.
+    `jax.shard_map` in the loss, with ``ungathered=True``. Leave out the map's ``in_specs``, since
+    P() refuses parameters that are typed as reduced. JAX sums gradients of experts over data axes
+    that do not shard them.
 
     Args:
       loss_fn: ``loss_fn(*args, **kwargs) -> loss``, or ``-> (loss, aux)`` with ``has_aux``. It must
@@ -114,14 +114,14 @@ def value_and_grad(
       metrics: whether ``f`` returns the `Metrics` of the gradient.
       op: "mean" or "sum": how the loss combines its worker's examples, on Auto axes. It has no
         effect on Explicit axes, where the loss covers all examples.
-      reduce: whether gradients are summed. Otherwise call `psum` outside of maps to sum the result.
-        Before that, ``jax.tree.map(jnp.add, ...)`` can add up the gradients of several calls:
-        gradient accumulation with one reduction. On Explicit axes large gradients are returned
-        unreduced. On Auto axes every leaf has a leading axis of workers, sharded over the data
-        axes.
-      gather: whether sharded parameters are gathered before the loss. With `False` (only on
-        Explicit axes) the loss takes the shards. A warning names large shards that are passed
-        neither to `reduce_in_backward` nor to a `jax.shard_map`: JAX sums their gradients.
+      unreduced: whether gradients are returned before their sum over workers. Call `psum` outside
+        of maps to sum them. Before that, ``jax.tree.map(jnp.add, ...)`` can add up the gradients of
+        several calls: gradient accumulation with one reduction. On Explicit axes large gradients
+        are of JAX's unreduced type. On Auto axes every leaf has a leading axis of workers, sharded
+        over the data axes.
+      ungathered: whether the loss takes the shards of sharded parameters, on Explicit axes. By
+        default these are gathered before the loss. A warning names large shards that are passed
+        neither to `fsdp` nor to a `jax.shard_map`: JAX sums their gradients.
       specs: how parameters are sharded over a mesh with Auto axes: PartitionSpecs, a tree like the
         parameters or a prefix of it. Outside of `jax.jit` the default is the sharding of the
         arrays. While JAX traces, the sharding is not visible: then ``specs`` are needed if the mesh
@@ -155,7 +155,6 @@ def value_and_grad(
         `jax.value_and_grad`. Their gradients are zeros of dtype float0, which are not sent.
         Integers that are sharded over data axes are gathered before the loss, like other
         parameters.
-      method: the former name of ``compression``. It warns; the next version removes it.
 
     Returns:
       ``f(*args, key=None, state=None, **kwargs) -> (loss, grads)`` (``((loss, aux), grads)`` with
@@ -167,7 +166,7 @@ def value_and_grad(
       step: the leading axis is that of the workers.
 
     Raises:
-      ValueError: metrics, a state, a key or ``allow_int`` are used with ``reduce=False``; there is
+      ValueError: metrics, a state, a key or ``allow_int`` are used with ``unreduced``; there is
         no mesh, or it has axes of both types; ``axis_name`` is not in the mesh, or is mapped around
         the call; no argument is sharded over it (Explicit axes); a batch axis is not a multiple of
         its size; ``specs`` are missing or do not fit; a leaf of aux has no word; the loss closes
@@ -176,12 +175,12 @@ def value_and_grad(
         derivative is taken outside of `jax.jit` and no mesh is set (Explicit axes).
       TypeError: the loss is not a floating-point scalar, or a parameter is neither floating-point
         nor, with ``allow_int``, of integers.
-      NotImplementedError: a state, metrics or ``reduce=False`` are used and parameters are sharded
+      NotImplementedError: a state, metrics or ``unreduced`` are used and parameters are sharded
         over data axes; or `jax.vmap` is used on Explicit axes.
     """
-    total = Reduction(check_axis(axis_name), as_compression(compression, method=method), op)
+    total = Reduction(check_axis(axis_name), as_compression(compression), op)
     kept = argnums if isinstance(argnums, int) else tuple(argnums)
-    wanted = Wanted(total, kept, has_aux, metrics, reduce, gather, allow_int)
+    wanted = Wanted(total, kept, has_aux, metrics, unreduced, ungathered, allow_int)
     return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight, closed_specs))
 
 
@@ -221,7 +220,7 @@ def gradients(
 
     def reduced(*args, key=None, state=None, **kwargs):
         check_names(loss_fn, args, key=key, state=state)
-        _check_call(axis, wanted.reduces, metrics=wanted.metrics or None, state=state, key=key)
+        _check_call(axis, wanted.unreduced, metrics=wanted.metrics or None, state=state, key=key)
         params, others = wanted.positions.split(args)
         _check_params(params, allow_int)
         own_mesh = mesh_around(params) if mesh is None else mesh
@@ -326,19 +325,19 @@ def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:
             f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
             "on Explicit axes and another on Auto ones; make all axes Explicit, or all Auto"
         )
-    if not wanted.gathers:
+    if wanted.ungathered:
         raise ValueError(
-            "gather=False is for Explicit axes; on Auto axes call jax.value_and_grad under "
-            "jax.shard_map, and dq.reduce_in_backward in each layer of the loss"
+            "ungathered=True is for Explicit axes; on Auto axes call jax.value_and_grad under "
+            "jax.shard_map, and dq.fsdp in each layer of the loss"
         )
 
 
-def _check_call(axis: Axis, reduces: bool, **own: Any) -> None:
+def _check_call(axis: Axis, unreduced: bool, **own: Any) -> None:
     """Refuses arguments of a reduction if there is none, and a call inside of a map."""
     given = [name for name, value in own.items() if value is not None]
-    if given and not reduces:
+    if given and unreduced:
         raise ValueError(
-            f"reduce=False and {given[0]}=, which is for the reduction; pass it to "
+            f"unreduced=True and {given[0]}=, which is for the reduction; pass it to "
             f"dq.reduce(grads, {axis.name!r}, op='sum', {given[0]}=...) in its place"
         )
     if axis.mapped:

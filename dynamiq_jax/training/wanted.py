@@ -17,8 +17,8 @@ class Wanted(NamedTuple):
     argnums: int | tuple[int, ...]
     has_aux: bool
     metrics: bool
-    reduces: bool
-    gathers: bool
+    unreduced: bool
+    ungathered: bool
     allow_int: bool = False
 
     @property
@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
         """
         if not self.allow_int:
             return self.positions.joined(function)
-        whole = self.total.axis.names if self.gathers else ()
+        whole = () if self.ungathered else self.total.axis.names
         return _with_integers(self.positions, whole, function)
 
     def check(self, weight: Callable[..., Any] | None) -> None:
@@ -42,9 +42,9 @@ class Wanted(NamedTuple):
             raise ValueError(
                 "op='sum' and weight=: weights are for the mean of means; leave one of them out"
             )
-        if self.allow_int and not self.reduces:
+        if self.allow_int and self.unreduced:
             raise ValueError(
-                "reduce=False and allow_int=True: gradients of integers have dtype float0, which "
+                "unreduced=True and allow_int=True: gradients of integers have dtype float0, which "
                 "no reduction takes; pass integers in an argument of the loss that argnums= does "
                 "not name"
             )

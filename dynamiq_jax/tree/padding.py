@@ -12,7 +12,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.tree.placement import names_of
 
 LAYERS = 256
-"""A leading dimension shorter than this may count layers, which `sequential` handles one by one."""
+"""A leading dimension shorter than this may count layers, which `overlapped` handles one by one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

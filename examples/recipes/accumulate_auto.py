@@ -24,7 +24,7 @@ def token_sum(params, batch):
 
 
 grad_fn = dq.value_and_grad(
-    token_sum, has_aux=True, mesh=mesh, axis_name="data", op="sum", reduce=False,
+    token_sum, has_aux=True, mesh=mesh, axis_name="data", op="sum", unreduced=True,
     compression=compression,
 )  # fmt: skip
 

@@ -20,7 +20,8 @@ from start import mesh, params
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 
-reduction = dq.optax.all_reduce("data", compression=dq.ErrorFeedback(dq.DynamiQ()))
+compression = dq.Compression(dq.ErrorFeedback(dq.DynamiQ()), min_bucket_bytes=0)
+reduction = dq.optax.all_reduce("data", compression=compression)
 optimizer = optax.chain(reduction, optax.adamw(1e-3))
 opt_state = dq.optax.init(optimizer, params, mesh)
 folder = os.path.join(tempfile.mkdtemp(), "step-100")

@@ -41,7 +41,7 @@ specs = dq.optax.state_specs(opt_state)
 
 def deferred_loss(masters, copies, pending, batch):
     told = {"compression": compression, "specs": specs.masters, "copies": copies}
-    return dq.sequential(functions, masters, batch, "data", pending=pending, **told)  # 2: pending=
+    return dq.overlapped(functions, masters, batch, "data", pending=pending, **told)  # 2: pending=
 
 
 @dq.jit

@@ -32,7 +32,7 @@ with jax.set_mesh(dq.make_mesh((-1,), ("data",))):
     )
     opt_state = optimizer.init(params)
     grad_fn = dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
-        net_loss, axis_name="data", compression=compression, reduce=False
+        net_loss, axis_name="data", compression=compression, unreduced=True
     )
 
     @eqx.filter_jit

@@ -33,7 +33,7 @@ def tokens_loss(weights, batch, total):
 
 
 grad_fn = dq.value_and_grad(  # 1: was jax.value_and_grad(tokens_loss, has_aux=True)
-    tokens_loss, has_aux=True, axis_name=axes, compression=compression, reduce=False
+    tokens_loss, has_aux=True, axis_name=axes, compression=compression, unreduced=True
 )
 adam = optax.adamw(1e-3)
 

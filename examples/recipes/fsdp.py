@@ -27,7 +27,7 @@ layers = {k: jax.device_put(layers[k], NamedSharding(mesh, specs[k])) for k in s
 @jax.checkpoint
 def layer(x, own):
     own = jax.tree.map(lambda w: w.astype(jnp.bfloat16), own)
-    own = dq.reduce_in_backward(own, "data", compression=compression, specs=of_layer)  # 1: new
+    own = dq.fsdp(own, "data", compression=compression, specs=of_layer)  # 1: new
     return x + jnp.tanh(x.astype(jnp.bfloat16) * own["scale"] @ own["kernel"]), None
 
 

@@ -32,7 +32,7 @@ with jax.set_mesh(dq.make_mesh((-1,), ("data",))):
     )
     opt_state = optimizer.init(weights)
     grad_fn = dq.value_and_grad(  # 2
-        window_loss, axis_name="data", compression=compression, reduce=False
+        window_loss, axis_name="data", compression=compression, unreduced=True
     )
 
     @dq.jit

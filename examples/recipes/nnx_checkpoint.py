@@ -1,4 +1,4 @@
-"""Saves nnx.state(optimizer) with orbax, and restores it for four workers.
+"""Saves nnx.state(optimizer) with orbax, and restores it on half of the workers.
 
     python examples/recipes/nnx_checkpoint.py
 
@@ -22,7 +22,8 @@ handler, folder = ocp.StandardCheckpointHandler(), tempfile.mkdtemp()
 with ocp.CheckpointManager(folder, item_handlers=handler) as manager:
     manager.save(100, args=ocp.args.StandardSave(nnx.state(optimizer)))
 
-with jax.set_mesh(dq.make_mesh((4,), ("data",), devices=jax.devices()[:4])):
+half = jax.devices()[: jax.device_count() // 2]
+with jax.set_mesh(dq.make_mesh((len(half),), ("data",), devices=half)):
     optimizer = nnx.Optimizer(Net(nnx.Rngs(0)), rule, wrt=nnx.Param)
 with ocp.CheckpointManager(folder, item_handlers=handler) as manager:
     # As NumPy arrays: orbax refuses shardings of other devices.

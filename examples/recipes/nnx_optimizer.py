@@ -38,7 +38,7 @@ with jax.set_mesh(dq.make_mesh((-1,), ("data",))):
     )
     optimizer = nnx.Optimizer(net, rule, wrt=nnx.Param)
     grad_fn = dq.nnx.value_and_grad(  # 2
-        net_loss, axis_name="data", compression=compression, reduce=False
+        net_loss, axis_name="data", compression=compression, unreduced=True
     )
 
     @nnx.jit

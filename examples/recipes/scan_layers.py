@@ -22,10 +22,10 @@ params |= {"layers": jax.device_put(layers, NamedSharding(mesh, P()))}
 
 def scanned_loss(params, batch):
     rest = {name: value for name, value in params.items() if name != "layers"}
-    rest = dq.reduce_in_backward(rest, "data", compression=compression)  # 1: new
+    rest = dq.fsdp(rest, "data", compression=compression)  # 1: new
 
     def layer(x, own):
-        own = dq.reduce_in_backward(own, "data", compression=compression)  # 2: new
+        own = dq.fsdp(own, "data", compression=compression)  # 2: new
         return x + jnp.tanh(x @ own["kernel"]), None
 
     x, _ = lax.scan(layer, batch["x"], params["layers"])

@@ -22,7 +22,7 @@ optimizer = dq.optax.sharded(  # 1: around the optimizer, without clip_by_global
 
 
 grad_fn = dq.value_and_grad(  # 2: was jax.value_and_grad
-    loss_fn, mesh=mesh, axis_name="data", compression=compression, reduce=False
+    loss_fn, mesh=mesh, axis_name="data", compression=compression, unreduced=True
 )
 copy, opt_state = params, optimizer.init(params)  # params are on the mesh
 

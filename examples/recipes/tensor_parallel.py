@@ -7,6 +7,7 @@ prints
     loss 1.407, a device holds (64, 2048)
 """
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,8 @@ def loss_fn(params, x, y):
 
 params = {"up": normal(64, 4096) / 8, "down": normal(4096, 64) / 64}
 x, y = normal(2, 16, 64)
-mesh = dq.make_mesh((-1, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+tensor = 2 if jax.device_count() > 2 else 1
+mesh = dq.make_mesh((-1, tensor), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 specs = {"up": P(None, "model"), "down": P("model", None)}
 step = dq.value_and_grad(loss_fn, mesh=mesh, axis_name="data", specs=specs)
 loss, grads = step(params, x, y)

@@ -23,7 +23,7 @@ with jax.set_mesh(dq.make_mesh((-1,), ("data",))):
     copy = jax.device_put(jax.device_get(params), P())
     state = TrainState.create(apply_fn=loss_fn, params=copy, tx=optimizer)
     grad_fn = dq.value_and_grad(  # 2
-        loss_fn, axis_name="data", compression=compression, reduce=False
+        loss_fn, axis_name="data", compression=compression, unreduced=True
     )
 
     @dq.jit

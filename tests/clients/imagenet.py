@@ -21,7 +21,7 @@ SCALED = dataclasses.replace(
         IMPORT,
         Change(
             "{'params': params, 'batch_stats': state.batch_stats},\n        batch['image'],\n",
-            "{'params': dq.reduce_in_backward(params, 'batch', compression=METHOD), "
+            "{'params': dq.fsdp(params, 'batch', compression=METHOD), "
             "'batch_stats': state.batch_stats},\n        batch['image'],\n",
         ),
         Change("loss_fn, has_aux=True, axis_name='batch'\n", "loss_fn, has_aux=True\n"),

@@ -103,10 +103,8 @@ def pytest_configure(config):
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] in ("dynamiq_jax", "pallas_kernels") and hasattr(module, "lax"):
             module.lax = native  # what our collectives call themselves
-    every_leaf = {
-        "compression": dq.Compression(dq.F32(), min_leaf_size=1, min_bucket_size=1),
-        "topology": dq.Direct(),
-    }
+    limits = {"min_leaf_size": 1, "min_bucket_size": 1}
+    every_leaf = {"compression": dq.Compression(dq.F32(), topology=dq.Direct(), **limits)}
     for name in COLLECTIVES:
         chosen = getattr(jax.lax if run == "lax" else dq, name)
         options = every_leaf if run == "all" and name in ("psum", "pmean") else {}

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 VIRTUAL = re.compile(r"xla_force_host_platform_device_count=8")
-PAIRS = re.compile(r"\(-1, 2|\(2, -1|size // 2")
+PAIRS = re.compile(r"\(-1, 2|\(2, -1|size // 2|_count\(\) // 2")
 """Meshes of recipes that take an even number of devices."""
 
 EXAMPLES = {

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_copies_equal, assert_replicas_equal, sum_error
-from cases import EVERY_METHOD, daily, first_state
+from cases import EVERY_METHOD, daily, first_state, over
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from workers import gradient
@@ -61,7 +61,7 @@ def test_replicas_are_equal_and_accurate(topology, dtype):
     @(dq.jit if permutes else jax.jit)
     @jax.shard_map(mesh=mesh, in_specs=P(axes), out_specs=(P(), P(axes), P(axes)))
     def reduce(x):
-        options = {"compression": METHOD, "topology": topology}
+        options = {"compression": over(topology, METHOD)}
         own = dq.psum_scatter(x[0], axes, tiled=True, **options)
         gathered = dq.all_gather(own, axes, tiled=True, compression=METHOD)[None]
         return dq.psum(x[0], axes, **options), own, gathered
@@ -131,7 +131,7 @@ def test_every_method_through_nccl(name, route):
     )  # fmt: skip
     def reduce(x, state):
         state = jax.tree.map(lambda s: s[0], state)
-        options = {"op": "sum", "compression": row.method, "topology": topology}
+        options = {"op": "sum", "compression": over(topology, row.method)}
         total, state, _ = dq.reduce(x[0], "data", state=state, **options)
         return jax.tree.map(lambda leaf: leaf[None], (total, state))
 
@@ -149,7 +149,7 @@ def test_no_temporary_of_the_size_of_the_gradient():
     @jax.jit
     @jax.shard_map(mesh=mesh, in_specs=P("data"), out_specs=P())
     def reduce(x):
-        return dq.psum(x.reshape(-1), "data", topology=dq.Ring())
+        return dq.psum(x.reshape(-1), "data", compression=dq.Compression(topology=dq.Ring()))
 
     memory = reduce.lower(struct).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.5 * 2 * size
@@ -186,7 +186,7 @@ def test_pushed_payloads_give_the_bits_of_other_transports(options, size, check_
     x = jax.device_put(x, NamedSharding(mesh, spec))
 
     def run(transport):
-        options = {"compression": method, "topology": dq.Direct(transport=transport, streams=1)}
+        options = {"compression": over(dq.Direct(transport=transport, streams=1), method)}
 
         def all_three(x):
             total = dq.psum(x[0], "data", key=key, **options)
@@ -226,7 +226,7 @@ def test_a_push_without_a_key_agrees_on_a_seed(dither, rounding):
 
     def run(transport, x):
         route = dq.Direct(transport=transport, streams=1)
-        one = lambda x: dq.psum(x[0], "data", compression=method, topology=route)[None]
+        one = lambda x: dq.psum(x[0], "data", compression=over(route, method))[None]
         mapped = jax.shard_map(one, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
         return np.asarray(dq.jit(mapped)(x))
 

@@ -16,7 +16,18 @@ import optax
 import pytest
 import scipy.linalg
 from asserts import assert_replicas_equal, assert_same_bits, bias, relative_error
-from cases import EVERY_METHOD, LOOP, OVER, TOPOLOGIES, first_state, low, small, stepper, vmapped
+from cases import (
+    EVERY_METHOD,
+    LOOP,
+    OVER,
+    TOPOLOGIES,
+    first_state,
+    low,
+    over,
+    small,
+    stepper,
+    vmapped,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_wire_bytes import lower, moved_bits
@@ -24,7 +35,7 @@ from workers import auto_mesh, gradient, loss_fn, mesh_of, problem, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.compression import as_compression
+from dynamiq_jax.compression.policy import as_compression
 from dynamiq_jax.contrib import hadamard, lanes, liec, mx, sidco, thc
 from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.powersgd import orthonormal
@@ -137,7 +148,7 @@ def test_rounding_at_random_is_unbiased(name):
 @pytest.mark.parametrize("name", ["mxfp8", "thc, memory", "marsit"])
 def test_the_derivative_is_the_exact_sum_and_that_of_the_next_state_is_zero(name):
     method, x, t = METHODS[name], draw(5, 2, name), draw(6, 2, name)
-    options = {"op": "sum", "compression": method, "topology": route(name)}
+    options = {"op": "sum", "compression": over(route(name), method)}
 
     def one(x, t, state):
         total = lambda x: dq.reduce(x, "data", state=state, **options)[:2]
@@ -167,7 +178,7 @@ VECTOR = jax.ShapeDtypeStruct((1 << 20,), jnp.float32)
 def test_bits_that_depend_on_workers_and_fields(method, n, bits):
     """Per coordinate, over 2 (n - 1) / n; `test_every_method` has them of programs of 4."""
     topology = dq.Direct() if isinstance(method, MinMax | BlockInt) else None
-    told = dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
+    told = dq.explain(VECTOR, n, compression=over(topology, method), verbose=False)
     assert told.bits_per_coord == pytest.approx(bits, rel=5e-4)
 
 
@@ -209,7 +220,7 @@ def test_bad_fields_are_refused(method):
 )
 def test_sums_that_have_no_room_are_refused(method, topology, n, message):
     with pytest.raises(ValueError, match=message):
-        dq.explain(VECTOR, n, compression=method, topology=topology, verbose=False)
+        dq.explain(VECTOR, n, compression=over(topology, method), verbose=False)
 
 
 # --- Codecs against formulas in numpy -------------------------------------------------------------
@@ -452,7 +463,7 @@ def first_signs(n, topology, samples):
     method = Marsit(period=None)
 
     def one(x, key, state):
-        options = {"op": "mean", "compression": method, "topology": topology}
+        options = {"op": "mean", "compression": over(topology, method)}
         return dq.reduce(x, "data", key=key, state=state, **options).tree
 
     run = jax.vmap(one, in_axes=(0, None, 0), axis_name="data")

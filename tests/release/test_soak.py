@@ -18,7 +18,7 @@ import numpy as np
 import optax
 import pytest
 from asserts import assert_replicas_equal
-from cases import EVERY_METHOD, METHODS, OVER, SMALL
+from cases import EVERY_METHOD, METHODS, OVER, SMALL, over
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding
@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.compression import as_compression
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
@@ -85,7 +84,7 @@ def train(sizes, named, topology, limits, seed):
     def one(own, x, y):
         params, opt_state, memory = jax.tree.map(lambda p: p[0], own)
         loss, grads = jax.value_and_grad(loss_of)(params, x, y)
-        options = {"compression": method, "topology": topology}
+        options = {"compression": over(topology, method)}
         grads, memory, _ = dq.reduce(grads, "data", state=memory, **options)
         updates, opt_state = optimizer.update(grads, opt_state)
         params = optax.apply_updates(params, updates)
@@ -100,7 +99,7 @@ def train(sizes, named, topology, limits, seed):
     def copies(tree):
         return jax.device_put(jax.tree.map(lambda p: jnp.stack([p] * 8), tree), everywhere)
 
-    memory = as_compression(method, topology).init_state(params, 8)
+    memory = over(topology, method).init_state(params, 8)
     own = copies((params, optimizer.init(params), memory))
     rng, losses = np.random.default_rng(seed), []
     target = rng.normal(size=(33, 5)).astype(np.float32)

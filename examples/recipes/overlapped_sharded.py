@@ -1,6 +1,6 @@
 """Sharded updates in a pipeline.
 
-    python examples/recipes/sequential_sharded.py
+    python examples/recipes/overlapped_sharded.py
 
 prints
 
@@ -37,7 +37,7 @@ def scattered_loss(masters, copies, batch):
     masters, copies, splits = ([*tree["blocks"], tree["rest"]] for tree in trees)
     functions = [block] * (len(masters) - 1) + [loss_fn]
     options = {"compression": compression, "specs": splits, "copies": copies}  # 1: specs and copies
-    return dq.sequential(functions, masters, batch, "data", **options)
+    return dq.overlapped(functions, masters, batch, "data", **options)
 
 
 @dq.jit

@@ -1,6 +1,6 @@
 """A pipeline: reductions run beside the backward pass.
 
-    python examples/recipes/sequential.py
+    python examples/recipes/overlapped.py
 
 prints
 
@@ -27,7 +27,7 @@ def block(own, batch):
 def staged_loss(params, batch):
     functions = [block] * len(params["blocks"]) + [loss_fn]
     parts = [*params["blocks"], params["rest"]]
-    return dq.sequential(functions, parts, batch, "data", compression=compression)  # 1: new
+    return dq.overlapped(functions, parts, batch, "data", compression=compression)  # 1: new
 
 
 params = train(staged_loss, params)
