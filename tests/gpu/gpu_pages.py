@@ -32,6 +32,7 @@ PAIRS = re.compile(r"\(-1, 2|\(2, -1|size // 2|_count\(\) // 2")
 
 EXAMPLES = {
     "quickstart.py": [[]],
+    "one_gpu.py": [["runs/one"]],
     "four_hosts.py": [["runs/four"]],
     "train_llm.py": [["--steps", "20", "--compare"]],
     "train_fsdp.py": [["--steps", "20", "--compare"]],
@@ -93,14 +94,9 @@ def blocks(page: str) -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """The blocks of a page follow each other, or run alone."""
+    """The blocks of a page, which follow each other."""
     found = {"README.md": "README.md", "quickstart.md": "docs/quickstart.md"}
-    found = {name: "".join(blocks(path)) for name, path in found.items()}
-    found["faq.md"] = "".join(blocks("docs/faq.md"))
-    for number, code in enumerate(blocks("docs/experts-and-islands.md"), 1):
-        found[f"experts-and-islands.md {number}"] = code
-    found["four-hosts.md"] = blocks("docs/four-hosts.md")[0]
-    return found
+    return {name: "".join(blocks(path)) for name, path in found.items()}
 
 
 def missing(code: str) -> str:
@@ -120,14 +116,16 @@ def commands() -> Iterator[Row]:
     if lacks := ", ".join(name for name in ("pytest", "typer") if find_spec(name) is None):
         yield Row("commands", [], "", f"needs {lacks}")
         return
-    sys.path[:0] = [str(ROOT / folder) for folder in ("tests", "benchmarks", ".")]
-    from test_commands_in_docs import PAGES, at_its_commit, found_in
+    sys.path[:0] = [
+        str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmarks/evidence", ".")
+    ]
+    from test_commands_in_docs import PAGES, found_in
 
     seen = set()
     for page in PAGES:
         for command in found_in((ROOT / page).read_text()):
             text = " ".join(command.words)
-            if not COMMANDS.match(text) or WRITES.search(text) or at_its_commit(command):
+            if not COMMANDS.match(text) or WRITES.search(text):
                 continue
             program, *args = command.words
             if args == ["-"]:
@@ -146,8 +144,6 @@ def rows(machine: Machine) -> Iterator[Row]:
     for name, code in pages().items():
         reason = f"needs {lacks}" if (lacks := missing(code)) else ""
         command = [sys.executable, "block.py"]
-        if name == "four-hosts.md":
-            command.append("one")
         yield Row(name, [command], code, reason)
     for file in sorted((ROOT / "examples" / "recipes").glob("*.py")):
         code = file.read_text()
