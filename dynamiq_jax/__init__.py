@@ -17,7 +17,6 @@ from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.explain import explain
 from dynamiq_jax.compression.policy import Policy
 from dynamiq_jax.core.meshes import make_mesh
-from dynamiq_jax.core.xla import jit
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
@@ -25,6 +24,7 @@ from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
+from dynamiq_jax.topologies.xla import jit
 from dynamiq_jax.training.in_backward import fsdp
 from dynamiq_jax.training.pipeline import overlapped
 from dynamiq_jax.training.value_and_grad import value_and_grad

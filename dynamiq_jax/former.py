@@ -17,6 +17,7 @@ FORMER = {
     "commands.model_tree": "plan.model_tree",
     "commands.writers": "metrics",
     "comparators": "contrib",
+    "fields": "core.checks",
     "optax.liec": "contrib.liec",
 }
 """Names of version 0.4, without the package, and the names of now."""

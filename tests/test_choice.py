@@ -21,9 +21,9 @@ from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
-from dynamiq_jax.core import links
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
+from dynamiq_jax.topologies import links
 
 
 def filled(topology):

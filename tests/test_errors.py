@@ -23,8 +23,8 @@ from workers import auto_mesh
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 import pallas_kernels.backend
-from dynamiq_jax import fields
 from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.core import checks
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -141,7 +141,7 @@ def test_options_print_what_is_not_at_its_default():
     assert repr(dq.Compression(exclude="norm")) == "Compression(exclude='norm')"
     for name, kind in OPTIONS.items():
         if name != "ErrorFeedback":
-            told = [x.name for x in dataclasses.fields(kind) if x.name in fields.ALWAYS]
+            told = [x.name for x in dataclasses.fields(kind) if x.name in checks.ALWAYS]
             told = [f"{field}={getattr(kind(), field)!r}" for field in told]
             assert repr(kind()) == f"{name}({', '.join(told)})"
     assert repr(dq.DynamiQ()) == "DynamiQ(bits=5.0)"

@@ -12,6 +12,7 @@ import pytest
 import dynamiq_jax as dq
 from dynamiq_jax import former
 from dynamiq_jax.contrib import liec
+from dynamiq_jax.core import checks
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -199,6 +200,7 @@ FORMER = {
     "dynamiq_jax.commands.model_tree": ("save_model_tree", dq.save_model_tree),
     "dynamiq_jax.commands.writers": ("scalars", dq.metrics.scalars),
     "dynamiq_jax.comparators": ("MinMax", dq.contrib.MinMax),
+    "dynamiq_jax.fields": ("check_fields", checks.check_fields),
     "dynamiq_jax.optax.liec": (
         "LIECState",
         liec.LIECState,

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from dynamiq_jax.core import links
+from dynamiq_jax.topologies import links
 from pallas_kernels import backend, peers
 
 

@@ -20,9 +20,8 @@ from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.core import links, xla
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.topologies import steps_of
+from dynamiq_jax.topologies import links, steps_of, xla
 from dynamiq_jax.topologies.base import permuted
 from dynamiq_jax.topologies.transports import TRANSPORTS
 from pallas_kernels import backend

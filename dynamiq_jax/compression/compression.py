@@ -17,16 +17,15 @@ from dynamiq_jax.compression.explanation import Explanation, explain_plan
 from dynamiq_jax.compression.routes import Route
 from dynamiq_jax.compression.ways import Choose, bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
-from dynamiq_jax.core.checks import Op, axis_counts, check_axis, sizes_on
-from dynamiq_jax.core.links import fast_links, slow_by_choice
+from dynamiq_jax.core.checks import Op, Options, axis_counts, check_axis, check_fields, sizes_on
 from dynamiq_jax.core.seeds import key_words
-from dynamiq_jax.fields import Options, check_fields
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, Native, Plan
 from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical, Topology
 from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
+from dynamiq_jax.topologies.links import fast_links, slow_by_choice
 from dynamiq_jax.topologies.transports import TransportName
 from dynamiq_jax.tree.leaves import (
     Bucket,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dynamiq_jax.compression.compression import ByPath, Compression, check_method, chooses
-from dynamiq_jax.fields import Options
+from dynamiq_jax.core.checks import Options
 from dynamiq_jax.methods import Method
 
 Field = Literal["gradients", "parameters", "activations", "cotangents"]

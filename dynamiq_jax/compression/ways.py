@@ -12,7 +12,7 @@ import numpy as np
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, unless_plain
 from dynamiq_jax.plan.plan import Plan
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Leaf
-from dynamiq_jax.tree.padding import Padding, split_dimension
+from dynamiq_jax.tree.placement import Padding, split_dimension
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
 """The default encoding of parameters' differences; docs/training-quality.md has the losses."""

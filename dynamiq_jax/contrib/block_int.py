@@ -20,7 +20,7 @@ from jaxtyping import Float, UInt32
 from dynamiq_jax.contrib import lanes
 from dynamiq_jax.contrib.hadamard import hadamard
 from dynamiq_jax.contrib.minmax import Rounding, as_bf16
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.plain import PlainMethod
 
 MOST = 2.0**120

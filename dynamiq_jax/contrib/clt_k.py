@@ -16,7 +16,7 @@ from jax import Array, lax
 from jaxtyping import Float, Integer
 
 from dynamiq_jax.contrib import native
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int, Int8
 
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, State, WrappedMethod
 from dynamiq_jax.methods.error_feedback import ErrorFeedback, ErrorFeedbackState
 

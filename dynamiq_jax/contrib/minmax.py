@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float, UInt32
 
 from dynamiq_jax.contrib import lanes
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.plain import PlainMethod
 
 Rounding = Literal["nearest", "stochastic"]

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from jax import Array
 from jaxtyping import Float, UInt32
 
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.executors.codec import ChunkCodec
-from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
 from pallas_kernels import Choice, choose_backend, resolve_backend

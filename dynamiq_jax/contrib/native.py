@@ -10,8 +10,8 @@ from jax import Array
 from jaxtyping import Bool, Float, Int
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.rounding import rounded_to
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
+from dynamiq_jax.core.seeds import rounded_to
 from dynamiq_jax.methods.base import (
     LARGEST,
     MIN_LEAF_SIZE,

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from dynamiq_jax.contrib.native import NativeMethod, check_density, summed_rows
 from dynamiq_jax.contrib.thc import scale_of
-from dynamiq_jax.fields import check_fields
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.base import Call, Outcome, TellsLosses, ring_bits
 from dynamiq_jax.topologies import Topology
 

@@ -1,6 +1,7 @@
-"""Seeds of the rounding: the same on all workers, from a key or from what all workers know."""
+"""Rounding: its seeds, the same on all workers, from a key or from what all know; other dtypes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,3 +95,12 @@ def statistics_seed(stats: Float[Array, "*shape"]) -> UInt[Array, " 2"]:
     second = mix(bits + mix(position ^ jnp.uint32(0x85EBCA6B)))
     # One sum of both is fewer kernels than two sums.
     return jnp.sum(jnp.stack([first.reshape(-1), second.reshape(-1)]), axis=1, dtype=jnp.uint32)
+
+
+def rounded_to(dtype: Any, x: Array) -> Array:
+    """Rounds ``x`` to the numbers of a floating-point ``dtype``, and keeps the dtype of ``x``.
+
+    XLA may drop a cast to ``dtype`` that a cast back follows, but not this.
+    """
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)

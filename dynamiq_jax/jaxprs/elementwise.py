@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, varying_axes
 from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, RESHAPES
 from dynamiq_jax.jaxprs.walk import interpret
-from dynamiq_jax.tree.padding import Padding
-from dynamiq_jax.tree.placement import axes_of, split_of, whole_shape
+from dynamiq_jax.tree.placement import Padding, axes_of, split_of, whole_shape
 
 JAX = os.path.join(os.path.dirname(jax.__file__), "")
 REMEDIES = {

@@ -17,8 +17,8 @@ from jax import Array
 from jaxtyping import Float
 
 from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.checks import Options
 from dynamiq_jax.core.seeds import Seed
-from dynamiq_jax.fields import Options
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.base import n_slots

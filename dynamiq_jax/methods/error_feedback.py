@@ -28,8 +28,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     Call,
     Collective,

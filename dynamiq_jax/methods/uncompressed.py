@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.core.rounding import rounded_to
+from dynamiq_jax.core.seeds import rounded_to
 from dynamiq_jax.methods.base import Call, Method, Outcome, ring_bits
 from dynamiq_jax.methods.hops import HopMethod, Shared
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.lowering import knows_devices
-from dynamiq_jax.core.meshes import set_around
+from dynamiq_jax.core.meshes import knows_devices, mesh_of, set_around
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.reduction.explicit_sums import check_axes, unreduced_axes
 from dynamiq_jax.reduction.worker_gradients import check_terms, has_terms, stacked_terms
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import axes_above_one, restrict_spec
@@ -35,7 +35,7 @@ class Outside(NamedTuple):
     stacked: bool
     """Whether gradients have a leading axis of workers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
 
     def run(
         self, step: Callable[..., Any], updates: Any, state: Any, params: Any, extra: Any
@@ -129,3 +129,26 @@ def _alike(one: P, other: P, mesh: Mesh | AbstractMesh) -> bool:
     several = axes_above_one(mesh.axis_names, mesh.shape)
     pairs = itertools.zip_longest(*(restrict_spec(spec, several) for spec in (one, other)))
     return all(own == entry for own, entry in pairs)
+
+
+# --- On Explicit axes -----------------------------------------------------------------------------
+
+
+def on_explicit_axes(axis: Axis, updates: Any, params: Any) -> Outside:
+    """The facts of an update, by the types of gradients and parameters.
+
+    Raises:
+      ValueError: gradients are unreduced over other axes.
+    """
+    mesh = mesh_of((updates, params))
+
+    def specs_of(tree: Any) -> tuple[P, ...]:
+        found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+        return tuple(P(*spec.partitions, unreduced=spec.unreduced) for spec in found)
+
+    check_axes(updates, axis, mesh)
+    moved = tuple(bool(unreduced_axes(x)) for x in jax.tree.leaves(updates))
+    if axes_above_one(axis.names, mesh.shape) and not any(moved):
+        warn_of_sums(axis)
+    specs = specs_of(updates), specs_of(params)
+    return Outside(mesh, *specs, moved, stacked=False, asks=knows_devices())

@@ -39,26 +39,26 @@ from dynamiq_jax.core.meshes import (
     resharded,
     set_around,
 )
-from dynamiq_jax.core.rounding import rounded_to
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words, rounded_to
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
-from dynamiq_jax.optax.explicit_updates import on_explicit_axes
-from dynamiq_jax.optax.outside import on_auto_axes
+from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_following, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
-from dynamiq_jax.tree.padding import Padding, padding_of, split_dimension
 from dynamiq_jax.tree.placement import (
+    Padding,
     axes_of,
     constrained,
     flat_specs,
     names_of,
+    padding_of,
     placement_of,
+    split_dimension,
     split_of,
     whole_shape,
 )
@@ -518,7 +518,7 @@ class _Start(NamedTuple):
 
 def _slices(wholes: list[Array], total: Reduction) -> list[Array]:
     """This worker's slices of whole leaves."""
-    triples = zip(wholes, total.splits, total.padding, strict=True)
+    triples = zip(wholes, total.placement.splits, total.placement.padding, strict=True)
     return [own_slice(x, split, total.axis, padding) for x, split, padding in triples]
 
 
@@ -550,14 +550,14 @@ class _Leaves(NamedTuple):
         """
         # All workers know the gap of a leaf that is not split. It is 0 after an update, since such
         # leaves travel exactly, and larger if fewer workers, before a restart, split the leaf.
-        alike, splits = self.total.axis.assume_invarying(gaps), self.total.splits
+        alike, splits = self.total.axis.assume_invarying(gaps), self.total.placement.splits
         limits = [gaps[i] if split else alike[i] for i, split in enumerate(splits)]
         found = zip(masters, self.slices, limits, strict=True)
         return self.treedef.unflatten(_followed(x, copy, gap, first) for x, copy, gap in found)
 
     def gaps(self, masters: Any, differences: list[Array], exactly: list[bool]) -> list[Any]:
         """The largest distance of each leaf's masters from copies that have moved."""
-        moved_by, splits = _slices(differences, self.total), self.total.splits
+        moved_by, splits = _slices(differences, self.total), self.total.placement.splits
         found = zip(jax.tree.leaves(masters), self.slices, moved_by, exactly, strict=True)
         gaps = [
             _distance(x, rounded_to(copy.dtype, x) if own else (copy + u).astype(copy.dtype))
@@ -567,7 +567,8 @@ class _Leaves(NamedTuple):
 
     def exact_differences(self, masters: Any) -> list[Array]:
         """The differences of leaves that are not split, which all workers know, and zeros."""
-        leaves = zip(jax.tree.leaves(masters), self.copies, self.total.splits, strict=True)
+        splits = self.total.placement.splits
+        leaves = zip(jax.tree.leaves(masters), self.copies, splits, strict=True)
         return [
             jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
             for master, x, split in leaves
@@ -617,7 +618,7 @@ class _Update(NamedTuple):
             means = [x.astype(jnp.float32) for x in terms]
         else:
             means = self._means(terms, params, given.total, for_gradients, moved)
-        pairs = zip(given.total.padding, means, strict=True)
+        pairs = zip(given.total.placement.padding, means, strict=True)
         means = [p.cleared(x, given.total.axis) for p, x in pairs]  # of their noise
         norm = _norm(means, given.placed)
         finite = jnp.isfinite(norm)
@@ -639,7 +640,7 @@ class _Update(NamedTuple):
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
             # The copy moves after the update: no distance tells of a change.
-            after = [jnp.inf if split else 0.0 for split in given.total.splits]
+            after = [jnp.inf if split else 0.0 for split in given.total.placement.splits]
         after = jnp.where(finite, given.on_other_axes(after), gaps)
         added = given.treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
         own = {"masters": masters, "inner": inner, "pending": pending}
@@ -687,7 +688,7 @@ class _Update(NamedTuple):
 
     def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
         sizes = dict(zip(total.axis.names, axis_sizes(total.axis, "sharded"), strict=True))
-        leaves = describe_leaves(params), masters, total.splits, total.padding
+        leaves = describe_leaves(params), masters, total.placement.splits, total.placement.padding
         for x, own, split, padding in zip(*leaves, strict=True):
             whole = padding.shape_of(whole_shape(own.shape, split, sizes))
             if x.shape != whole:
@@ -727,7 +728,7 @@ class _Update(NamedTuple):
         moved: tuple[bool, ...],
     ) -> list[Array]:
         """This worker's slices of the gradient, f32."""
-        axis, splits = total.axis, total.splits
+        axis, splits = total.axis, total.placement.splits
         some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
         tracked = axis.tracked and axis.size > 1
         for i, x in some.items() if tracked else ():
@@ -741,7 +742,7 @@ class _Update(NamedTuple):
                 )
         sums = total.some(some).scatter(_some(params, some), key)
         reduced = dict(zip(some, jax.tree.leaves(sums), strict=True))
-        whole = enumerate(zip(terms, splits, total.padding, strict=True))
+        whole = enumerate(zip(terms, splits, total.placement.padding, strict=True))
         own = (
             reduced[i] if i in reduced else own_slice(x, split, axis, padding)
             for i, (x, split, padding) in whole
@@ -759,7 +760,7 @@ class _Update(NamedTuple):
         found = given.exact_differences(masters)
         own = {
             i: sent_of(values[i], given.slices[i], exactly[i])
-            for i, split in enumerate(total.splits)
+            for i, split in enumerate(total.placement.splits)
             if split
         }
         with errors_return():

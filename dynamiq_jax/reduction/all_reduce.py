@@ -17,6 +17,7 @@ from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.explicit_sums import reduce_outside
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import WorkerTerms, reduce_terms
+from dynamiq_jax.tree.placement import Placement
 
 
 @formerly(topology=as_topology)
@@ -86,7 +87,7 @@ def psum(
       NotImplementedError: ``axis_index_groups`` are used elsewhere, or axes are positional.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Reduction(axis, as_compression(compression), "sum", specs=specs)
+    total = Reduction(axis, as_compression(compression), "sum", Placement(specs))
     return reducer_for(total, x)(x, key).tree
 
 
@@ -126,7 +127,7 @@ def pmean(
       NotImplementedError: as for `psum`.
     """
     axis = check_axis(axis_name, axis_index_groups)
-    total = Reduction(axis, as_compression(compression), "mean", specs=specs)
+    total = Reduction(axis, as_compression(compression), "mean", Placement(specs))
     return reducer_for(total, x)(x, key, weight=weight).tree
 
 
@@ -169,7 +170,7 @@ def reduce(
       ValueError: as for `psum`; ``op`` is neither of these; a method needs a state, and none is
         passed; or a ``weight`` is not a scalar, or is for a sum or for integers.
     """
-    total = Reduction(check_axis(axis_name), as_compression(compression), op, specs=specs)
+    total = Reduction(check_axis(axis_name), as_compression(compression), op, Placement(specs))
     return reducer_for(total, tree)(tree, key, state, metrics=metrics, weight=weight)
 
 

@@ -81,8 +81,9 @@ def reduce_unreduced(
 ) -> Reduced:
     """Sums leaves that are unreduced over the axis, under a map over the whole mesh.
 
-    JAX has summed the other leaves. Results are sharded as ``total.specs`` say, by default like
-    their terms; leaves that the workers split are scattered over them. A state is stacked.
+    JAX has summed the other leaves. Results are sharded as the placement's ``specs`` say, by
+    default like their terms; leaves that the workers split are scattered over them. A state is
+    stacked.
     """
     axis, mesh = total.axis, mesh_of(tree)
     if state is not None and not axes_above_one(axis.names, mesh.shape):
@@ -92,18 +93,19 @@ def reduce_unreduced(
     check_axes(tree, axis, mesh)
     moves = [i for i, x in enumerate(leaves) if unreduced_axes(x)]
     terms = [P(*jax.typeof(x).sharding.spec.partitions) for x in leaves]
-    targets = terms if total.specs is None else flat_specs(total.specs, tree, mesh.axis_names)
+    specs = total.placement.specs
+    targets = terms if specs is None else flat_specs(specs, tree, mesh.axis_names)
 
     def moving(found: Sequence[Any]) -> Any:
         return treedef.unflatten([x if i in moves else None for i, x in enumerate(found)])
 
-    own = dataclasses.replace(total, op="sum", specs=moving(terms))
+    own = dataclasses.replace(total, op="sum").with_specs(moving(terms))
     own = own.placed([targets[i] for i in moves], over=axes_above_one(axis.names, mesh.shape))
     found = Reduced(moving(leaves), None, None)
     if moves or state is not None or metrics:
         pairs = zip(terms, leaves, strict=True)
         given = moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs])
-        if any(own.splits):
+        if own.placement.is_split:
             own.check_scatter(state, metrics)
             after = moving([scattered_spec(spec, axis) for spec in targets])
             # `Reduction.reduce` would call this, too.
@@ -209,7 +211,7 @@ class _Parts(NamedTuple):
     def of(cls, total: Reduction, tree: Any, mesh: AbstractMesh) -> "_Parts":
         """The parts of the states for the leaves of ``tree``."""
         sizes = tuple(mesh.shape[name] for name in total.axis.names)
-        leaves, _ = placed_leaves(tree, mesh, total.specs)
+        leaves, _ = placed_leaves(tree, mesh, total.placement.specs)
         plan = total.compression.plan(leaves, sizes, overlaps=True)
         split_over = [bucket_axes(bucket, mesh.axis_names) for bucket in plan.buckets]
         return cls(total, mesh, plan, split_over)

@@ -28,8 +28,7 @@ from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.padding import Padding
-from dynamiq_jax.tree.placement import Split
+from dynamiq_jax.tree.placement import Padding, Split
 
 _taken: set[AxisName] = set()
 """The axes over which this process has traced something that takes pending differences."""
@@ -77,7 +76,8 @@ class Pending(Serializable):
         found = jax.tree.leaves(copies)
         exactly = total.gathers_exactly(describe_leaves(copies))
         own: list[Array | None] = [None] * len(held)  # `None`: no leaf of the tree below
-        for i, (split, padding) in enumerate(zip(total.splits, total.padding, strict=True)):
+        place = total.placement
+        for i, (split, padding) in enumerate(zip(place.splits, place.padding, strict=True)):
             if split:
                 copy = own_slice(found[i], split, total.axis, padding)
                 sent = sent_of(held[i], copy, exactly[i])

@@ -22,8 +22,7 @@ from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.links import fast_links
-from dynamiq_jax.core.lowering import knows_devices
+from dynamiq_jax.core.meshes import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
@@ -31,30 +30,29 @@ from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
     AllReduce,
-    exact_of,
-    over_open_axes,
-    reduce_leaves,
-    weighted,
-)
-from dynamiq_jax.reduction.checks import (
     check_state,
     check_varying,
+    exact_of,
     fixed_leaves,
+    over_open_axes,
+    reduce_leaves,
     warn_of_uncompressed,
+    weighted,
 )
 from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
 from dynamiq_jax.topologies import Topology
+from dynamiq_jax.topologies.links import fast_links
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
-from dynamiq_jax.tree.padding import Padding, padding_of
 from dynamiq_jax.tree.placement import (
+    Padding,
+    Placement,
     Split,
-    axes_of,
     bucket_axes,
     flat_specs,
     n_parts,
     names_of,
+    padding_of,
     part,
-    split_of,
     surroundings,
     told_specs,
     whole_shape,
@@ -108,22 +106,14 @@ class Reduction:
     axis: Axis
     compression: Compression
     op: Op
-    splits: tuple[Split, ...] = ()
-    """How the axes split every leaf; nothing if all are whole."""
-    padding: tuple[Padding, ...] = ()
-    """The zeros that end every leaf while it is split; nothing if none have any."""
-    others: tuple[frozenset[str], ...] = ()
-    """The axes beside these that split every leaf. Leaves share a bucket if these are the same."""
+    placement: Placement = Placement()
+    """How leaves lie on the mesh; by default they are whole on every worker."""
     gathers: Compression | None = None
     """How shards travel; `None`: nothing is gathered."""
     copied: bool = False
     """Whether all workers hold copies of sharded leaves, so that no loss gathers these (FSDP)."""
     to: Varying = "varying"
     """JAX's type of whole leaves after a gather, as for `all_gather`."""
-    specs: Any = None
-    """How open axes (`Surroundings.open`) split leaves, as for `psum`."""
-    opened: tuple[P, ...] | None = None
-    """The PartitionSpec of every leaf over the open axes; `None`: no axes are open."""
     overlaps: bool = False
     """Whether reductions run beside a forward or backward pass."""
 
@@ -131,23 +121,15 @@ class Reduction:
         """Refuses other operations."""
         check_choice("op", self.op, get_args(Op))
 
-    def placed(
-        self,
-        specs: Sequence[P],
-        *,
-        over: tuple[str, ...] | None = None,
-        opened: Sequence[P] | None = None,
-        padding: Sequence[Padding] = (),
-    ) -> "Reduction":
-        """The sum of leaves that ``specs`` shard; with ``over`` only these axes count as splits."""
-        axes = self.axis.names
-        splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
-        pairs = zip(specs, opened or specs, strict=True)
-        others = tuple((axes_of(a) | axes_of(b)) - {*axes} for a, b in pairs)
-        opened = None if opened is None else tuple(opened)
-        padding = tuple(padding) or (Padding(),) * len(splits)
-        told = {"splits": splits, "others": others, "opened": opened, "padding": padding}
-        return dataclasses.replace(self, **told)
+    def with_specs(self, specs: Any) -> "Reduction":
+        """This reduction with what the user tells of open axes."""
+        placement = dataclasses.replace(self.placement, specs=specs)
+        return dataclasses.replace(self, placement=placement)
+
+    def placed(self, specs: Sequence[P], **told: Any) -> "Reduction":
+        """The sum of leaves that ``specs`` split; ``told`` is as for `Placement.of`."""
+        placement = self.placement.of(specs, self.axis.names, **told)
+        return dataclasses.replace(self, placement=placement)
 
     def of_shards(self, params: Any, specs: Any, copies: Any = None) -> tuple["Reduction", Any]:
         """The sum of gradients of ``params``, and the shapes and dtypes of whole leaves.
@@ -158,12 +140,13 @@ class Reduction:
         axis, around = self.axis, surroundings(self.axis)
         known = {*around.sizes, *axis.names}
         told = flat_specs(specs, params, known)
-        total = dataclasses.replace(self.placed(told), specs=specs)
-        opened = (around.specs(params, specs) if any(total.splits) else None) or [P()] * len(told)
+        total = self.with_specs(specs).placed(told)
+        splits = total.placement.splits
+        opened = (around.specs(params, specs) if any(splits) else None) or [P()] * len(told)
         sizes = dict(zip(axis.names, axis_sizes(axis), strict=True))
         within = {name: around.sizes[name] if name in around.open else 1 for name in known}
         leaves, treedef = jax.tree.flatten(params)
-        leaves = zip(describe_leaves(params), leaves, told, total.splits, strict=True)
+        leaves = zip(describe_leaves(params), leaves, told, splits, strict=True)
         shapes, padding = [], []
         of_copies: list[Any] = [None] * len(told)
         if copies is not None and jax.tree.structure(copies) == treedef:
@@ -194,9 +177,7 @@ class Reduction:
 
     def some(self, places: Collection[int]) -> "Reduction":
         """A reduction of only some of these leaves, by their numbers."""
-        names = ["splits", "others", "padding", *(["opened"] if self.opened is not None else [])]
-        kept = {name: tuple(getattr(self, name)[i] for i in places) for name in names}
-        return dataclasses.replace(self, **kept)
+        return dataclasses.replace(self, placement=self.placement.some(places))
 
     # --- Where axes may be open -------------------------------------------------------------------
 
@@ -214,14 +195,15 @@ class Reduction:
         Shards come without states, metrics and weights. Workers may be groups.
         """
         axis, op, compression = self.axis, self.op, self.compression
-        if any(self.splits):
+        if self.placement.is_split:
             return Reduced(self._per_part(self.scatter, tree)(tree, key), None, None)
         sizes = axis_sizes(axis)
         check_key(key, axis)
         values, treedef = jax.tree.flatten(tree)
         around = surroundings(axis)
-        leaves = around.leaves(tree, self.specs)
-        told = {"op": op, "specs": self.specs, "metrics": metrics, "key": key, "state": state}
+        specs = self.placement.specs
+        leaves = around.leaves(tree, specs)
+        told = {"op": op, "specs": specs, "metrics": metrics, "key": key, "state": state}
         told["weight"] = weight
         facts = functools.partial(compression.facts, axis, sizes, leaves, **told)
         compare_first("all-reduce", axis, leaves, facts)
@@ -254,7 +236,7 @@ class Reduction:
         rule = AllReduce(axis, op, metrics, knows_devices())
         run = functools.partial(reduce_leaves, plan=plan, rule=rule)
         if plan.buckets and around.open:
-            opened = told_specs(tree, self.specs, around, plan.buckets)
+            opened = told_specs(tree, self.placement.specs, around, plan.buckets)
             run = over_open_axes(run, around, {i: opened[i] for i in moving}, split_over)
         moved, states, found = run(moving, key, states)
         total = treedef.unflatten(moved.get(i, value) for i, value in enumerate(values))
@@ -262,12 +244,14 @@ class Reduction:
 
     def whole(self, shards: Any, key: Array | None = None) -> Any:
         """Whole leaves, from every worker's shards of them."""
-        return self._per_part(self.gather, shards)(shards, key) if any(self.splits) else shards
+        if not self.placement.is_split:
+            return shards
+        return self._per_part(self.gather, shards)(shards, key)
 
     def _per_part(self, run: Callable[[Any, Array | None], Any], tree: Any) -> Callable[..., Any]:
-        if self.opened is None:
+        if self.placement.opened is None:
             return run
-        specs = jax.tree.structure(tree).unflatten(self.opened)
+        specs = jax.tree.structure(tree).unflatten(self.placement.opened)
         return surroundings(self.axis).per_part(run, (specs, P()), specs)
 
     # --- What one device holds --------------------------------------------------------------------
@@ -325,7 +309,7 @@ class Reduction:
                     routed = dataclasses.replace(own, topology=topology)
                     some = gather_over(axis, some, routed, at, key=seed, to=self.to)
             found |= some
-        pairs = zip(self.padding, found.values(), strict=True)
+        pairs = zip(self.placement.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
 
     def gathers_exactly(self, leaves: list[Leaf]) -> list[bool]:
@@ -364,7 +348,7 @@ class Reduction:
         described, (named, _) = describe_leaves(tree), _named(tree)
         if sharded:
             sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
-            triples = zip(described, self.splits, self.padding, strict=True)
+            triples = zip(described, self.placement.splits, self.placement.padding, strict=True)
             described = [
                 dataclasses.replace(
                     leaf, whole=padding.shape_of(whole_shape(leaf.shape, split, sizes))
@@ -372,14 +356,14 @@ class Reduction:
                 for leaf, split, padding in triples
             ]
         else:
-            pairs = zip(named.items(), self.padding, strict=True)
+            pairs = zip(named.items(), self.placement.padding, strict=True)
             named = {name: padding.padded(x) for (name, x), padding in pairs}
         methods = compression.methods_of(described)
         if self.copied and (sharded or not self.overlaps):
             methods = [None if x is None else x.without_plan() for x in methods]
-        alike = [names_only(split) for split in self.splits]
-        kinds = list(zip(methods, alike, self.others, strict=True))
-        of_names = dict(zip(named, zip(kinds, self.splits, strict=True), strict=True))
+        alike = [names_only(split) for split in self.placement.splits]
+        kinds = list(zip(methods, alike, self.placement.others, strict=True))
+        of_names = dict(zip(named, zip(kinds, self.placement.splits, strict=True), strict=True))
         for kind in dict.fromkeys(kinds):
             part = {name: x for name, x in named.items() if of_names[name][0] == kind}
             splits = [of_names[name][1] for name in sorted(part)]  # in the order of a dict's leaves

@@ -24,8 +24,7 @@ from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
 from dynamiq_jax.plan.plan import Kind, Native, Plan
-from dynamiq_jax.reduction.buckets import with_tangent
-from dynamiq_jax.reduction.checks import Fixed, check_varying, fixed_leaves
+from dynamiq_jax.reduction.buckets import Fixed, check_varying, fixed_leaves, with_tangent
 from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.tree.leaves import (
     COMPRESSED_DTYPES,

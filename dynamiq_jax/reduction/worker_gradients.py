@@ -16,8 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.lowering import knows_devices
-from dynamiq_jax.core.meshes import set_around
+from dynamiq_jax.core.meshes import knows_devices, set_around
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.placement import axes_above_one, constrained
@@ -114,7 +113,7 @@ def reduce_terms(
     weight: Any = None,
 ) -> Reduced:
     """Sums the terms of all workers, under a map over the data axes; a state is stacked."""
-    axis, op, specs = total.axis, total.op, total.specs
+    axis, op, specs = total.axis, total.op, total.placement.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
             "gradients of value_and_grad(unreduced=True) are terms, and their sum is the "
@@ -149,7 +148,7 @@ class _Told(NamedTuple):
     specs: tuple[P, ...]
     metrics: bool
     asks: bool
-    """Whether it may ask for its devices (`core.lowering.knows_devices`)."""
+    """Whether it may ask for its devices (`core.meshes.knows_devices`)."""
 
 
 def _others(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -169,7 +168,7 @@ def _reduced(
     axis, (mesh, specs, metrics, _) = total.axis, told
     over = P(axis.name)
     others = _others(mesh, axis.names)
-    own = dataclasses.replace(total, specs=jax.tree.structure(tree).unflatten(specs))
+    own = total.with_specs(jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
         mine, before = (jax.tree.map(lambda x: x[0], x) for x in (tree, state))

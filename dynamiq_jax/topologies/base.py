@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from dynamiq_jax.fields import Options, check_fields
+from dynamiq_jax.core.checks import Options, check_fields
 from dynamiq_jax.topologies.transports import TRANSPORTS, Transport, TransportName
 
 Worker = Any

@@ -12,22 +12,22 @@
 about these workers, so rules 2 and 3 apply, and `assumed` says so.
 
 The transport that `transport=None` chooses: "permutes" for up to `COPYING` workers if copy engines
-execute ppermutes (`dynamiq_jax.core.xla`), else "collectives". A sum over NVLink that is not beside
+execute ppermutes (`topologies.xla`), else "collectives". A sum over NVLink that is not beside
 other work is "push" if its size is between the limits of `dynamiq_jax.methods.dynamiq.crossover`,
-and the mesh has its devices in their order (`dynamiq_jax.core.lowering`).
+and the mesh has its devices in their order (`dynamiq_jax.core.meshes`).
 """
 
 import math
 
 import jax
 
-from dynamiq_jax.core.links import in_one_domain
-from dynamiq_jax.core.xla import between_hosts, copy_engines
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct
 from dynamiq_jax.topologies.hierarchical import MANY, AnyTopology, Hierarchical, across_hosts
+from dynamiq_jax.topologies.links import in_one_domain
 from dynamiq_jax.topologies.ring import Ring
 from dynamiq_jax.topologies.transports import TransportName
+from dynamiq_jax.topologies.xla import between_hosts, copy_engines
 
 COPYING = 4
 """The largest number of workers for which copy engines send payloads. A sum of 32 MiB takes 377 µs

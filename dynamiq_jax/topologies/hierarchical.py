@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from dynamiq_jax.fields import Options
+from dynamiq_jax.core.checks import Options
 from dynamiq_jax.topologies.base import Levels, Topology
 from dynamiq_jax.topologies.butterfly import Butterfly
 from dynamiq_jax.topologies.direct import Direct

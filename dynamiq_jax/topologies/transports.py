@@ -13,12 +13,12 @@ from jaxtyping import Int
 
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.rounding import rounded_to
+from dynamiq_jax.core.seeds import rounded_to
 
 TransportName = Literal["collectives", "permutes", "push"]
 """How payloads are sent. "collectives": an all-to-all or an all-gather, if all workers send to all.
 "permutes": one ppermute for every payload, which is sent as soon as it is encoded; for links that
-ppermutes use best (`dynamiq_jax.core.xla`). "push": kernels write into the memory of the other
+ppermutes use best (`topologies.xla`). "push": kernels write into the memory of the other
 GPUs. If the codec supports it, one kernel does an all-reduce of one stream
 (`pallas_kernels.all_reduce`); else each exchange is one kernel (`pallas_kernels.exchange`). Push
 kernels share a CUDA stream with all other kernels, which wait for them. Push needs one process, up

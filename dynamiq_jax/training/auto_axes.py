@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
-from dynamiq_jax.core.lowering import knows_devices, telling_shardings
+from dynamiq_jax.core.meshes import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
@@ -86,7 +86,7 @@ class _Known(NamedTuple):
     folded: tuple[bool, ...]
     """Which of these are keys into which workers fold their numbers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.lowering.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -178,7 +178,7 @@ class AutoGrad:
         tree = jax.tree.structure(params)
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
-        total = dataclasses.replace(self.wanted.total, specs=tree.unflatten(opened))
+        total = self.wanted.total.with_specs(tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
         params = self._gathered(params, placed, opened)
         of_workers = P(axis.name)

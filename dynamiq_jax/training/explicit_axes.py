@@ -7,7 +7,6 @@ itself stays a function of global arrays.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -311,7 +310,7 @@ class ExplicitGrad(NamedTuple):
         grads = given.treedef.unflatten(terms.get(i, sums.get(i)) for i in numbers)
         if self.wanted.unreduced:
             return grads
-        total = dataclasses.replace(self.wanted.total, specs=given.treedef.unflatten(given.placed))
+        total = self.wanted.total.with_specs(given.treedef.unflatten(given.placed))
         done = reduce_unreduced(total, grads, key, state, metrics=self.wanted.metrics)
         parts = jax.tree.leaves(done.tree)
         for i in both:

@@ -73,7 +73,7 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
     whole = [restrict_spec(spec, kept) for spec in placed]
     large = large_leaves(total, params, placed, mesh)
     numbers = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-    chosen = [i for i in numbers if total.splits[i]]
+    chosen = [i for i in numbers if total.placement.splits[i]]
     gather = Gather(total, mesh, treedef, chosen, large, placed, whole)
     shards, words = [leaves[i] for i in chosen], key_words(key)
     with jax.named_scope(SCOPE):
@@ -82,7 +82,8 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
             found = iter(gathered_p.bind(*shards, *more, gather=gather))
         else:
             found = iter(gather.typed(shards, words) if chosen else ())
-    exact = [resharded(x, mesh, whole[i]) if total.splits[i] else x for i, x in enumerate(leaves)]
+    splits = total.placement.splits
+    exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
 
 
@@ -140,7 +141,7 @@ class Gather:
                     f"add all to the terms that are summed over {self.total.axis.names}; pass the "
                     f"loss to dq.value_and_grad(loss, axis_name={self.total.axis.name!r})"
                 )
-            back = dataclasses.replace(self.total, specs=self._tree(self.placed))
+            back = self.total.with_specs(self._tree(self.placed))
             done = reduce_unreduced(back, self._joined(gradients), words)
             return jax.tree.leaves(done.tree), None, None
 

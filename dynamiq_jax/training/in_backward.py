@@ -167,7 +167,7 @@ class Reducer:
         if copies is not None:
             _check_copies(copies, whole)
         _check_memory(whole, compression, sizes)
-        self.gathers = any(total.splits) and copies is None
+        self.gathers = total.placement.is_split and copies is None
         """Whether any leaf is a shard that has no copy."""
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
         self._axis, self._caller, self.specs = total.axis, caller, specs

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax import Array, lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
@@ -310,3 +312,141 @@ def whole_shape(shape: tuple[int, ...], split: Split, sizes: Mapping[str, int]) 
     """The shape of a leaf, from that of one shard."""
     counts = {dimension: math.prod(sizes[name] for name in names) for dimension, names in split}
     return tuple(length * counts.get(i, 1) for i, length in enumerate(shape))
+
+
+# --- Padding: zeros at the end of one dimension, so that workers split it equally ----------------
+
+LAYERS = 256
+"""A leading dimension shorter than this may count layers, which `overlapped` handles one by one."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Padding:
+    """The number of zeros at the end of a dimension of a leaf; by default none.
+
+    The *padded* leaf has these zeros, so its slices have equal lengths. The dimension is counted
+    from the end, so that it is the same for stacked leaves.
+    """
+
+    dimension: int = -1
+    zeros: int = 0
+
+    def padded(self, x: Array) -> Array:
+        """The leaf with its zeros."""
+        if not self.zeros:
+            return x
+        own = x.ndim + self.dimension
+        config = [(0, self.zeros if d == own else 0, 0) for d in range(x.ndim)]
+        return lax.pad(x, jnp.zeros((), x.dtype), config)
+
+    def cut(self, x: Array) -> Array:
+        """The leaf without its zeros, from the padded leaf."""
+        if not self.zeros:
+            return x
+        own = x.ndim + self.dimension
+        return lax.slice_in_dim(x, 0, x.shape[own] - self.zeros, axis=own)
+
+    def padded_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The padded leaf's shape."""
+        return self._longer(shape, self.zeros)
+
+    def shape_of(self, padded: tuple[int, ...]) -> tuple[int, ...]:
+        """The leaf's shape, from the shape of the padded leaf."""
+        return self._longer(padded, -self.zeros)
+
+    def _longer(self, shape: tuple[int, ...], by: int) -> tuple[int, ...]:
+        own = len(shape) + self.dimension
+        return tuple(x + by * (d == own) for d, x in enumerate(shape))
+
+    def cleared(self, own: Array, axis: Axis) -> Array:
+        """This worker's slice of the padded leaf, with zeros where the leaf has ended."""
+        if not self.zeros:
+            return own
+        rows = own.shape[self.dimension]
+        along = lax.broadcasted_iota(jnp.int32, own.shape, own.ndim + self.dimension)
+        places = axis.index * rows + along
+        return jnp.where(places < rows * axis.size - self.zeros, own, jnp.zeros_like(own))
+
+
+def padding_of(shape: tuple[int, ...], spec: P, workers: Mapping[str, int]) -> Padding:
+    """The padding of a leaf of this shape, which the workers split as ``spec`` says.
+
+    ``workers`` has the size of every axis of the workers.
+    """
+    n = math.prod(workers.values())
+    for dimension, entry in enumerate(spec):
+        if {*names_of(entry)} & {*workers}:
+            return Padding(dimension - len(shape), -shape[dimension] % n)
+    return Padding()
+
+
+def split_dimension(lengths: Sequence[int], n: int, taken: Collection[int] = ()) -> int | None:
+    """The dimension along which ``n`` workers split a leaf; `None` if it has none.
+
+    It is the first dimension that is a multiple of ``n``. If there is none, it is a dimension
+    longer than ``n`` that no other axes have ``taken``: the one that needs the least padding for
+    its length. A leading dimension below `LAYERS` is tried last.
+    """
+    late = lambda d: d == 0 and lengths[d] < LAYERS
+    order = sorted(range(len(lengths)), key=late)
+    divides = (d for d in order if lengths[d] and lengths[d] % n == 0)
+    if (found := next(divides, None)) is not None:
+        return found
+    # A shorter one would get more zeros than coordinates, and zeros travel.
+    longer = [d for d in order if lengths[d] > n and d not in taken]
+    return min(longer, key=lambda d: (late(d), -lengths[d] % n / lengths[d]), default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How the leaves of a tree lie on the mesh around a collective: a row for every leaf.
+
+    Without rows all leaves are whole on every worker.
+    """
+
+    specs: Any = None
+    """How open axes (`Surroundings.open`) split leaves, as the user tells it; see `psum`."""
+    splits: tuple[Split, ...] = ()
+    """How the axes of the collective split every leaf."""
+    padding: tuple[Padding, ...] = ()
+    """The zeros that end every leaf while it is split."""
+    others: tuple[frozenset[str], ...] = ()
+    """The axes beside these that split every leaf. Leaves share a bucket if these are the same."""
+    opened: tuple[P, ...] | None = None
+    """The PartitionSpec of every leaf over the open axes; `None`: no axes are open."""
+
+    def of(
+        self,
+        specs: Sequence[P],
+        axes: tuple[str, ...],
+        *,
+        over: tuple[str, ...] | None = None,
+        opened: Sequence[P] | None = None,
+        padding: Sequence[Padding] = (),
+    ) -> "Placement":
+        """Leaves that ``specs`` split over ``axes``; with ``over`` only these count as splits."""
+        splits = tuple(split_of(spec, axes if over is None else over) for spec in specs)
+        pairs = zip(specs, opened or specs, strict=True)
+        return Placement(
+            self.specs,
+            splits,
+            tuple(padding) or (Padding(),) * len(splits),
+            tuple((axes_of(a) | axes_of(b)) - {*axes} for a, b in pairs),
+            None if opened is None else tuple(opened),
+        )
+
+    def some(self, places: Collection[int]) -> "Placement":
+        """The placement of only some of these leaves, by their numbers."""
+        opened = None if self.opened is None else tuple(self.opened[i] for i in places)
+        return Placement(
+            self.specs,
+            tuple(self.splits[i] for i in places),
+            tuple(self.padding[i] for i in places),
+            tuple(self.others[i] for i in places),
+            opened,
+        )
+
+    @property
+    def is_split(self) -> bool:
+        """Whether an axis of the collective splits a leaf."""
+        return any(self.splits)

@@ -18,7 +18,7 @@ from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompressed
 from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
 from dynamiq_jax.compression.compression import AnyTopology, Explanation
-from dynamiq_jax.core.xla import compiled_by, compiler_options
+from dynamiq_jax.topologies.xla import compiled_by, compiler_options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

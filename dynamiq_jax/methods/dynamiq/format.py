@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dynamiq_jax.fields import Options, check_fields
+from dynamiq_jax.core.checks import Options, check_fields
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.tree.leaves import ScaleAxis
 from pallas_kernels.format import GroupScale, Levels

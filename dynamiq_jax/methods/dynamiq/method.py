@@ -12,10 +12,10 @@ from jaxtyping import Float
 
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Varying
+from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
-from dynamiq_jax.fields import check_fields
 from dynamiq_jax.methods.base import (
     MIN_BUCKET_SIZE,
     MIN_LEAF_SIZE,

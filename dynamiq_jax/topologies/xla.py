@@ -26,7 +26,7 @@ from typing import Any
 
 import jax
 
-from dynamiq_jax.core.links import in_one_domain
+from dynamiq_jax.topologies.links import in_one_domain
 from pallas_kernels.peers import disabled
 
 _FLAG = "xla_gpu_collective_permute_mode"
