@@ -3,7 +3,8 @@
 # make quick     lint, types and the tests of the core: three minutes, for every change
 # make test-release   what daily tests leave out: all formats, comparators, benchmarks, processes
 # make soak      2000 training steps under random models, methods and topologies
-# make figures   pictures and generated tables of README and docs/, from benchmarks/evidence/results/
+# make results   measures tables of docs/results.md on this machine: make results ONLY=steps,loss
+# make figures   pictures and tables of README and docs/results.md, from benchmarks/evidence/results/
 # make docs      the site, in site/; broken links and unlisted pages are errors
 # make release-check   make test-release; builds sdist and wheel, runs the README's script with it
 # make test-versions   make test's tests on JAX 0.10.2 (Python 3.11) and on the newest
@@ -17,7 +18,7 @@ PIP := $(VENV)/bin/python -m pip install --quiet
 NEWEST_PYTHON ?= python3.12
 CORE := golden format hashing reference plan schedules psum_trees metrics weight optax
 
-.PHONY: demo test quick test-release soak figures docs release-check test-versions test-gpu \
+.PHONY: demo test quick test-release soak results figures docs release-check test-versions test-gpu \
 	test-gpu-release test-gpu-pages clean
 .DELETE_ON_ERROR:
 
@@ -39,6 +40,10 @@ test-release: $(VENV)/.installed-dev
 
 soak: $(VENV)/.installed-dev
 	SOAK_STEPS=2000 $(VENV)/bin/python -m pytest -q --release tests/release/test_soak.py
+
+# Measured with the Python that is active now, which has CUDA on GPUs.
+results:
+	$(PYTHON) benchmarks/results.py --only $(ONLY)
 
 figures: $(VENV)/.installed-dev
 	$(VENV)/bin/python benchmarks/evidence/pages.py

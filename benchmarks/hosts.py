@@ -25,7 +25,7 @@ The output of host 0 is printed, and all outputs land in ``--logs``. If a host f
 `GRACE` seconds to say why. No process, namespace or file outlives the run, even one that is killed.
 
 It takes root, iproute2 and util-linux. Where iproute2 is not installed, ``PATH`` and
-``LD_LIBRARY_PATH`` may lead to an unpacked one. At commit b5b82c2 links can delay and lose packets.
+``LD_LIBRARY_PATH`` may lead to an unpacked one.
 """
 
 import contextlib

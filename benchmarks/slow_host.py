@@ -4,7 +4,7 @@
     python benchmarks/hosts.py --hosts 4 --devices 1 -- python benchmarks/slow_host.py grid
 
 Sleeps stand for the work, so that hosts of one machine do not slow each other. Exchanges are real:
-`dq.pmean` of a small network at 5 bits, by the recipes of docs/recipes.md.
+`dq.pmean` of a small network at 5 bits, by the recipes of docs/data-parallel.md.
 
 *micro-batches*: every worker has `MOST` micro-batches a step, and all wait for the last worker.
 With a budget (DropCompute) a worker takes as many as it can within the deadline, by the times of

@@ -2,7 +2,7 @@
 
 Files keep one home each: the README is the site's first page, BUILD.md the page for contributors.
 Links work where the files are, and are rewritten here for where the site shows them; a link to a
-file that the site does not show is left as text. Names of pages in code, as `docs/recipes.md`,
+file that the site does not show is left as text. Names of pages in code, as `docs/results.md`,
 become links. The line `EVERY_COMPARATOR` becomes an entry of the reference for each comparator. A
 paragraph that is a link to a recipe becomes the recipe.
 """
@@ -18,14 +18,6 @@ PAGES = {
     "README.md": "index.md",
     "BUILD.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
-}
-RESULTS = ("training", "dither", "dealt", "learning_rates", "comparison")
-PAGES |= {
-    path: path
-    for path in (
-        "benchmarks/evidence/REPORT.md",
-        *(f"benchmarks/evidence/results/{name}.md" for name in RESULTS),
-    )
 }
 """Files of the repository, and where the site has them."""
 

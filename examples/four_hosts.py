@@ -1,7 +1,7 @@
 """A small training script for one GPU, changed so that it runs on four hosts.
 
-docs/four-hosts.md has the script for one GPU, and explains the seven changes, which are numbered
-here. On one host, with four virtual devices in the place of GPUs:
+`one_gpu.py` is the script for one GPU; docs/multihost.md explains the seven changes, which are
+numbered here. On one host, with four virtual devices in the place of GPUs:
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 python examples/four_hosts.py runs/four
 

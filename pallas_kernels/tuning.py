@@ -1,6 +1,6 @@
 """Launch parameters of the kernels: a small table by GPU generation.
 
-``benchmarks/coding_kernels.py`` found them, over the choices (figures: docs/performance.md).
+``benchmarks/coding_kernels.py`` found them, over the choices.
 """
 
 from typing import NamedTuple

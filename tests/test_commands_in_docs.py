@@ -14,12 +14,14 @@ import re
 import shlex
 import subprocess
 import tomllib
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
+import results
+import training
 import typer
 import ways
 from typer.main import get_command
@@ -56,6 +58,10 @@ class Command(NamedTuple):
 TRAINING = SimpleNamespace(topology=None, limits={})
 """The part of a training that `ways.parse` reads: the methods behind the parts of a name."""
 TRAINING.request = partial(ways.Training.request, TRAINING)
+
+
+OF_TRAINING = training.METHODS.keys() - contenders.METHODS.keys()
+"""Methods that `training.py` has alone, without bits."""
 
 
 class Refused(Exception):
@@ -234,7 +240,7 @@ def parse(command, args, page, name="command"):
         if not hasattr(error, "format_message"):
             raise
         raise Refused(f"{name}: {error.format_message()}") from None
-    check_names(args, {"NAME", "bf16-psum"} if name == "command" else {"NAME"})
+    check_names(args, {"NAME", "bf16-psum", *OF_TRAINING} if name == "command" else {"NAME"})
     if rest and rest[0] in OURS:
         check(page._replace(words=rest))
 
@@ -248,9 +254,10 @@ def check_names(args, others):
         parts = contenders.parts(value) if value.strip(",") else []
         for text in parts:
             try:
-                if option == "--methods" and text not in others and "/" not in text:
+                known = text in others or text.partition(":")[0] in others
+                if option == "--methods" and not known and "/" not in text:
                     contenders.make_method(text)
-                if option == "--topology":
+                if option == "--topology" and not (text == "hierarchical" and "--nodes" in args):
                     contenders.parse_topology(text)
                 if option == "--ways":
                     ways.parse(text, TRAINING)
@@ -296,36 +303,6 @@ def test_a_broken_command_is_refused(code, tmp_path, monkeypatch):
                 check(command)
 
 
-# --- Commands that an older commit has ------------------------------------------------------------
-
-
-@cache
-def source(commit, path):
-    """The file at the commit; None without it, and True without the repository's history."""
-    shown = ["git", "show", f"{commit}:{path}"]
-    done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
-    if not done.returncode:
-        return done.stdout
-    known = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
-    return subprocess.run(known, cwd=ROOT, capture_output=True).returncode != 0 or None
-
-
-def at_its_commit(command):
-    """Whether the text around names a commit at which the file is, with all options."""
-    words = command.words
-    while "--" in words[1:]:  # what hosts run
-        words = words[words.index("--") + 1 :]
-    path = f"dynamiq_jax/commands/{words[1]}.py" if words[0] == "dynamiq-jax" else words[1]
-    for commit in re.findall(r"(?:[Cc]ommit|git show)\s+`?([0-9a-f]{7})\b", command.around):
-        text = source(commit, path)
-        options = [word for word in words if re.match(r"--\w", word)]
-        if text is True:
-            return True
-        if text and all(o in text or f" {o[2:].replace('-', '_')}: " in text for o in options):
-            return True
-    return False
-
-
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_are_taken(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -334,6 +311,14 @@ def test_commands_are_taken(page, tmp_path, monkeypatch):
         try:
             check(command)
         except Refused as error:
-            if not at_its_commit(command):
-                refused.append(f"{shlex.join(command.words)}\n  {error}")
+            refused.append(f"{shlex.join(command.words)}\n  {error}")
     assert not refused, "\n".join(refused)
+
+
+@pytest.mark.parametrize("job", [job for jobs in results.TABLES.values() for job in jobs])
+def test_commands_of_results_are_taken(job, tmp_path, monkeypatch):
+    """`make results` runs them, down to the names of ways and methods."""
+    monkeypatch.chdir(tmp_path)
+    command = job.command.format(json=tmp_path / "rows.json")
+    (found,) = found_in(f"Text\n\n```sh\n{command}\n```\n")
+    check(found)

@@ -6,6 +6,7 @@ import pkgutil
 import re
 from pathlib import Path
 
+import pages
 import pytest
 
 import dynamiq_jax as dq
@@ -13,47 +14,49 @@ import dynamiq_jax as dq
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 RESULTS = ROOT / "benchmarks" / "evidence" / "results"
-SPEEDUPS = json.loads((RESULTS / "speedups.json").read_text())
 PACKAGES = [file.parent for file in (ROOT / "dynamiq_jax").rglob("__init__.py")]
+MOST_WORDS = 20_000
 OUTSIDE = ["README.md", "BUILD.md", "CHANGELOG.md"]
 
 
-@pytest.mark.parametrize("row", SPEEDUPS["rows"], ids=lambda row: f"{row['links']} {row['size']}")
-def test_all_reduces_on_four_gpus_are_those_of_the_file(row):
-    performance = (ROOT / "docs" / "performance.md").read_text()
-    assert all(f"{us}" in performance for us in [row["psum_us"], *row["bits_us"].values()])
-    command = SPEEDUPS["commands"][row["command"]].removeprefix("NCCL_P2P_DISABLE=1 ")
-    assert command in " ".join(performance.split())
+def test_tables_are_those_of_the_files():
+    """`make figures` writes those of README and results."""
+    for path, text in pages.texts().items():
+        assert path.read_text() == text, f"{path}: run make figures"
 
 
-@pytest.mark.parametrize(
-    ("line", "way"), [*enumerate(["bf16-psum", "dp:5", "zero-pipeline:5/2.5", "fsdp-keep:5/8"])]
-)
-def test_steps_are_those_of_the_file(line, way):
-    """Whole milliseconds; FSDP over host memory is without kept payloads, over NVLink in bf16."""
-    table = re.findall(r"^\| .*", README.split("## Which way")[1], re.MULTILINE)[1:]
-    cells = [cell.strip(" *") for cell in table[line].split("|")[3:6]]
-    runs = json.loads((RESULTS / "ways.json").read_text())["runs"]
-    columns = ("25 Gb/s", "2 × H200"), ("host memory", "2 × H200"), ("NVLink", "4 × H200")
-    for column, cell in zip(columns, cells, strict=True):
-        (ms,) = (run["ms"] for run in runs if (run["links"], run["cards"]) == column)
-        default = "bf16-fsdp" if column[0] == "NVLink" and way.startswith("fsdp") else way
-        found = ms.get(default) or ms[way.replace("-keep", "")]
-        assert cell == f"{found[0]:.0f}"
+def test_the_readme_has_the_newest_steps():
+    """Its rows are cells of the whole table, rounded."""
+    steps = json.loads((RESULTS / "steps.json").read_text())["runs"]
+    table = re.search(r"<!-- table: ways -->\n(.*?)<!-- end -->", README, re.DOTALL)
+    rows = [line.strip("|").split("|") for line in table[1].strip().splitlines()[2:]]
+    (host,) = (r["ms"] for r in steps if (r["links"], r["cards"]) == ("25 Gb/s", "2 × H200"))
+    for row, way in zip(rows, ["bf16-psum", "bf16-zero", "dp:mxfp4", "auto:5"], strict=False):
+        assert row[1] == f"{host[way][0]:.0f}"
+    assert len(rows) == 8 and all(len(row) == 4 for row in rows)
 
 
-@pytest.mark.parametrize("size", ["1 GiB", "256 MiB", "64 MiB", "16 MiB"])
-def test_all_reduces_on_two_gpus_are_those_of_the_file(size):
-    text = (ROOT / "docs" / "performance.md").read_text()
-    lines = re.findall(rf"^\| {size} \| (.*) \|$", text, re.MULTILINE)
-    kept = json.loads((RESULTS / "all_reduce_two_gpus.json").read_text())["rows"]
-    number, unit = size.split()
-    size_bytes = int(number) << {"GiB": 30, "MiB": 20}[unit]
-    psum, *ours = (row for row in kept if row["size_bytes"] == size_bytes)
-    cells = [f"{psum['time_us']:.0f}"]
-    cells += [f"{r['time_us']:.0f} ({r['p10_us']:.0f}–{r['p90_us']:.0f})" for r in ours]
-    cells.append(" / ".join(f"{row['speedup']:.2f}" for row in ours))
-    assert " | ".join(cells) in lines
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.stem not in ("results", "claims")])
+def test_figures_of_gpus_stand_in_results(page):
+    """Other pages link there: none names a card with a time."""
+    assert not re.search(r"\bH[12]00\b.*\d", re.sub(r"Hopper", "", page.read_text()))
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "benchmarks", "benchmarks/evidence", "examples"])
+def test_nothing_refers_to_a_commit(folder):
+    """A page tells how things are, and a script that is gone is not told of."""
+    for path in (p for kind in ("*.md", "*.py", "*.sh") for p in (ROOT / folder).glob(kind)):
+        assert not re.search(r"[Cc]ommit\s+`?[0-9a-f]{7}\b|git show", path.read_text()), path
+
+
+def test_pages_are_short():
+    """A page has one job, and all of them together are read in an hour."""
+    words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in PAGES}
+    assert sum(words.values()) <= MOST_WORDS, words
+    assert len(README.split()) <= 800
 
 
 def test_the_reference_has_every_public_name_once():

@@ -1,18 +1,9 @@
-"""The tables of docs/comparison.md and pictures of the pages, from ``results``.
+"""Tables of README and docs/results.md, and pictures of the pages, from ``results``.
 
     python benchmarks/evidence/pages.py           # writes all of them (`make figures`)
 
-Losses are rows of `training.py`, errors those of ``dynamiq-jax error --json``, times those of
-``dynamiq-jax bench all-reduce`` and of `step_time.py`. Nothing is measured here.
-
-* ``docs/comparison.md`` gets tables between its markers. Each is of one setting, in groups of wire
-  bits, and within a group by loss. ``docs/multihost.md`` and ``docs/performance.md`` get steps by
-  way to train.
-* ``docs/training-quality.md`` gets losses and top-1 by the number of workers, and accuracies beside
-  bf16's. A table has the rows of all runs of its file, each run under a line of its own.
-* ``docs/time-to-accuracy.md`` gets times to bf16's loss, and trainings against the clock.
-* ``docs/speedups.png`` has speed-ups of steps by links and way. ``docs/time-to-accuracy.png`` has
-  losses by seconds.
+Nothing is measured here: `benchmarks/results.py` (`make results`) measures, and then calls this. A
+table stands between markers, and under it what it was measured on and the command.
 """
 
 import json
@@ -25,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
-from training import BF16, CURVE_WINDOW, EXACT, difference, of_reference, paired
+from training import BF16, CURVE_WINDOW, EXACT, of_reference, paired
 
 RESULTS = Path(__file__).resolve().parent / "results"
-DOCS = Path(__file__).resolve().parents[2] / "docs"
-TRANSPORTS = "comparison_transports.json"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+TRANSPORTS = "transports.json"
 Row = Mapping[str, Any]
 
 
@@ -39,6 +31,11 @@ def load(file: str) -> Any:
     return json.loads((RESULTS / file).read_text())
 
 
+def caption(only: str, *told: str) -> str:
+    """The line under a table: how it was measured, and the command that measures it again."""
+    return f"*{'; '.join(told)}.* `make results ONLY={only}`"
+
+
 # --- Names ----------------------------------------------------------------------------------------
 
 TITLES = {
@@ -46,6 +43,8 @@ TITLES = {
     "dynamiq": "**DynamiQ**",
     "dynamiq-dither": "**DynamiQ**, dither",
     "dynamiq-dither-axis": "**DynamiQ**, dither, `scale_axis`",
+    "dynamiq-paper": "**DynamiQ**, the paper's configuration",
+    "dynamiq-mse": "**DynamiQ**, least squared error",
     "mxfp8": "MXFP8",
     "mxfp6": "MXFP6",
     "mxfp4": "MXFP4",
@@ -76,38 +75,78 @@ TITLES = {
 def markdown(lines: Sequence[Sequence[str]]) -> str:
     """Returns a table in Markdown; the first line is its head."""
     ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
-    return "\n".join("| " + " | ".join(line) + " |" for line in ruled)
+    return "\n".join(f"|{'|'.join(line)}|" for line in ruled)
 
 
 # --- Steps by way to train ------------------------------------------------------------------------
 
-WAYS = "ways.json"
-"""Medians of a step, with 10th and 90th percentiles, in runs of one machine each."""
+STEPS = "steps.json"
+"""Medians of a step, with 10th and 90th percentiles, by links and cards."""
 SHOWN = {"dp:5": "data parallel, 5 bits", "zero-pipeline:5/2.5": "sharded updates, 5 + 2.5 bits"}
 SHOWN |= {"fsdp-keep:5/8": "FSDP, 5 + 8 bits"}
 """The bars of the picture, by names of `ways.py`."""
-WITHIN = ("NVLink", "2 × H200"), ("NVLink", "4 × H200")
-WITHIN += ("host memory", "2 × H200"), ("host memory", "2 × H100")
-"""Runs of one host."""
 COLOURS = "#9ecae1", "#08519c", "#d9842b"
 STEPS_OF = {
     "none": "no gradient exchange",
     "bf16-psum": "bf16 psum",
     "bf16-zero": "bf16 ZeRO-1 by hand",
-    "zero-pipeline:bf16/bf16": "sharded updates, bf16",
+    "bf16-fsdp": "bf16 FSDP by hand",
     "dp:mxfp8": "MXFP8",
     "dp:mxfp4": "MXFP4",
-    "dp:5": SHOWN["dp:5"],
-    "dp:4": "data parallel, 4 bits",
-    "zero-pipeline:5/2.5": SHOWN["zero-pipeline:5/2.5"],
-    "zero-pipeline:4d/2.5": "sharded updates, 4 bits with dither + 2.5",
-    "xla-fsdp": "XLA's FSDP",
-    "bf16-fsdp": "bf16 FSDP",
-    "fsdp:5/8": SHOWN["fsdp-keep:5/8"],
-    "fsdp-keep:5/8": "FSDP, 5 + 8 bits, payloads kept",
-    "fsdp-checkpoint:5/8": "FSDP, 5 + 8 bits, blocks checkpointed",
-    "fsdp-keep-checkpoint:5/8": "payloads kept, blocks checkpointed",
+    "psum:5": "`dq.pmean`, 5 bits",
+    "auto:5": "`dq.value_and_grad`, 5 bits",
+    "explicit:5": "`dq.value_and_grad`, Explicit axes",
+    "dp:5": "data parallel, 5 bits, pipeline",
+    "dp:4": "data parallel, 4 bits, pipeline",
+    "zero:5/2.5": "`dq.optax.sharded`, 5 + 2.5 bits",
+    "zero-explicit:5/2.5": "`dq.optax.sharded`, Explicit axes",
+    "zero-pipeline:5/2.5": "sharded, 5 + 2.5, pipeline",
+    "zero-dear:5/2.5": "sharded, 5 + 2.5, deferred",
+    "zero-pipeline:4d/2.5": "sharded, 4 with dither + 2.5, pipeline",
+    "zero-dear:4d/2.5": "sharded, 4 with dither + 2.5, deferred",
+    "fsdp:5/8": "FSDP, 5 + 8, pipeline",
+    "fsdp-keep:5/8": "FSDP, payloads kept",
+    "fsdp-checkpoint:5/8": "FSDP, blocks checkpointed",
+    "fsdp-keep-checkpoint:5/8": "FSDP, payloads kept, blocks checkpointed",
 }
+README_WAYS = {
+    "bf16 psum": ["bf16-psum"],
+    "bf16 ZeRO-1, by hand": ["bf16-zero"],
+    "MXFP4, `dq.contrib.MXFP4()`, in a [pipeline](docs/overlap.md)": ["dp:mxfp4"],
+    "data parallel: `dq.value_and_grad`, `dq.pmean`": ["auto:5", "psum:5"],
+    "the same in a pipeline": ["dp:5"],
+    "sharded updates: [`dq.optax.sharded`](docs/sharded-updates.md)": ["zero:5/2.5"],
+    "the same in a pipeline, deferred": ["zero-dear:5/2.5"],
+    "[FSDP](docs/fsdp.md) in a pipeline, payloads kept": ["fsdp-keep:5/8"],
+}
+"""The rows of README's table, and the ways that they are, the first one that was measured."""
+README_LINKS = {
+    "25 Gb/s, two hosts of one H200": ("25 Gb/s", "2 × H200"),
+    "host memory, two H200": ("host memory", "2 × H200"),
+    "NVLink, four H200": ("NVLink", "4 × H200"),
+}
+
+
+def measured(links: str, cards: str) -> Mapping[str, Sequence[float]]:
+    """The ways of one column."""
+    (run,) = (r for r in load(STEPS)["runs"] if (r["links"], r["cards"]) == (links, cards))
+    return run["ms"]
+
+
+def readme_table() -> str:
+    """Whole milliseconds of the ways that a user has, by links."""
+    lines = [("way", *README_LINKS)]
+    for title, ways in README_WAYS.items():
+        found = []
+        for column in README_LINKS.values():
+            ms = measured(*column)
+            if title.startswith("FSDP") and column[0] == "NVLink":
+                found.append(f"{ms['bf16-fsdp'][0]:.0f} (bf16, its default there)")
+                continue
+            own = next((ms[way] for way in ways if way in ms), None)
+            found.append("" if own is None else f"{own[0]:.0f}")
+        lines.append((title, *found))
+    return markdown(lines)
 
 
 def speedups() -> Figure:
@@ -115,7 +154,7 @@ def speedups() -> Figure:
 
     FSDP is without kept payloads where the run has none.
     """
-    runs = [run for run in load(WAYS)["runs"] if "dp:5" in run["ms"]]
+    runs = [run for run in load(STEPS)["runs"] if BF16 in run["ms"] and "dp:5" in run["ms"]]
     figure = Figure(figsize=(7.6, 3.4), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(SHOWN)
@@ -143,21 +182,85 @@ def milliseconds(found: Sequence[float]) -> str:
     return f"{median} ({'–'.join(spread)})" if spread else median
 
 
-def steps_table(*columns: tuple[str, str]) -> str:
-    """Milliseconds of all ways in some runs, which are named by their links and cards."""
-    runs = {(run["links"], run["cards"]): run["ms"] for run in load(WAYS)["runs"]}
-    columns_ms = [runs[column] for column in columns]
-    cards = {card for _, card in columns}
-    titles = [links if len(cards) == 1 else f"{links}, {card}" for links, card in columns]
-    lines = [("", *titles)]
+def steps_table() -> str:
+    """Milliseconds of all ways by links and cards."""
+    runs = load(STEPS)["runs"]
+    lines = [("", *(f"{run['links']}, {run['cards']}" for run in runs))]
     for way, title in STEPS_OF.items():
-        if any(way in column for column in columns_ms):
-            cells = (milliseconds(column[way]) if way in column else "" for column in columns_ms)
+        if any(way in run["ms"] for run in runs):
+            cells = (milliseconds(run["ms"][way]) if way in run["ms"] else "" for run in runs)
             lines.append((title, *cells))
     return markdown(lines)
 
 
-# --- The comparison -------------------------------------------------------------------------------
+def all_reduce_table() -> str:
+    """Microseconds of sums at 5 bits, and how many times as fast as bf16 psum they are."""
+    lines = [("links, GPUs", "size", "bf16 psum, µs", "5 bits, µs", "speed-up", "with a key")]
+    before = None
+    for row in load("all_reduce.json")["rows"]:
+        psum, own, key = row["psum_us"], row["us"], row.get("key_us")
+        place = f"{row['links']}, {row['cards']}"
+        cells = [place if place != before else "", row["size"], f"{psum[0]:,}"]
+        cells += [milliseconds(own), f"{psum[0] / own[0]:.2f}"]
+        lines.append([*cells, f"{psum[0] / key[0]:.2f}" if key else ""])
+        before = place
+    return markdown(lines)
+
+
+# --- Losses ---------------------------------------------------------------------------------------
+
+LOSS_COLUMNS = {
+    "1.1 M, GPT-2's start": ("tiny", "gpt2"),
+    "1.1 M, unit": ("tiny", "unit"),
+    "17 M, unit": ("mid", "unit"),
+}
+LOSS_ROWS = {
+    "bf16-psum": "bf16 psum",
+    "mxfp8": "MXFP8",
+    "mxfp6": "MXFP6",
+    "mxfp4": "MXFP4",
+    "dynamiq-even:6": "6 bits, no plan",
+    "dynamiq-planned:5": "5 bits, plan",
+    "dynamiq-even:5": "5 bits, no plan",
+    "dynamiq:4": "4 bits",
+    "dynamiq:3.5": "3.5 bits",
+    "dynamiq:3": "3 bits",
+    "dynamiq-dither:4": "4 bits, dither",
+    "dynamiq-dither:3.5": "3.5 bits, dither",
+    "dynamiq-dither:3": "3 bits, dither",
+    "dynamiq-planned:5/dynamiq-planned-dither:2.5": "sharded updates, 5 + 2.5, plans",
+    "dynamiq-planned:5/dynamiq-even-dither:2.5": "5 + 2.5, plan of gradients",
+    "dynamiq-even:5/dynamiq-even-dither:2.5": "5 + 2.5, no plan",
+    "dynamiq-planned-dither:4/dynamiq-planned-dither:2.5": "4 with dither + 2.5, plans",
+    "dynamiq-even-dither:4/dynamiq-even-dither:2.5": "4 with dither + 2.5, no plan",
+    "dynamiq:5/dynamiq:8/whole": "FSDP, 5 + 8 bits",
+}
+MUON = "optax.contrib.muon"
+
+
+def loss_table() -> str:
+    """Losses by bits of AdamW over `Direct`, and of Muon."""
+    found = {
+        (r["model"], r["init"], r["method"], r["optimiser"]): (r["percent"], r["error"])
+        for r in load("losses.json")["rows"]
+        if r["topology"] != "ring" and r["seeds"] > 2
+    }
+    lines = [("", *LOSS_COLUMNS)]
+    rows = [(*row, "adamw") for row in LOSS_ROWS.items()]
+    rows.append(("dynamiq-planned:5", "Muon, 5 bits, plan", MUON))
+    for method, title, optimiser in rows:
+        keys = ((*column, method, optimiser) for column in LOSS_COLUMNS.values())
+        lines.append((title, *(with_error(*found[k]) if k in found else "" for k in keys)))
+    return markdown(lines)
+
+
+def packet_loss_table() -> str:
+    """Losses if packets of gradients are lost."""
+    titles = {"f32-packet-loss": "f32, 10% lost", "packet-loss:5": "5 bits, 10% lost"}
+    titles |= {"dynamiq:5": "5 bits, none lost"}
+    rows = [r for r in load("losses.json")["rows"] if r["seeds"] == 2 and r["method"] in titles]
+    lines = [(titles[r["method"]], with_error(r["percent"], r["error"])) for r in rows]
+    return markdown([("", "loss, %"), *lines])
 
 
 class Losses(NamedTuple):
@@ -168,23 +271,9 @@ class Losses(NamedTuple):
     steps: int
 
 
-LOSSES: Mapping[str, Losses] = {
-    "125m": Losses("training_125m.json", "125m", 200),
-    "large": Losses("time_to_accuracy_losses.json", "mid", 800),
-}
-"""By the table's name."""
-DEFAULTS = {"thc": "thc:4", "omnireduce": "omnireduce:8"}
-"""Full names of methods that are named without bits."""
-
-GROUPS = (
-    (12.0, "not compressed"),
-    (5.9, "6 to 8.5 bits"),
-    (3.95, "4 to 5.3 bits"),
-    (2.9, "3 to 3.8 bits"),
-    (0.0, "below 3 bits"),
-)
-"""Least wire bits, and the group's name."""
-
+LARGE = Losses("time_to_accuracy_losses.json", "mid", 800)
+M125 = Losses("training_125m.json", "125m", 200)
+SHARDED = Losses("sharded_125m.json", "125m", 200)
 PANEL = ("learning_rate", "workers", "seeds")
 """Further settings that rows of one table have in common."""
 
@@ -202,27 +291,13 @@ def loss_rows(chosen: Losses) -> list[Row]:
     if len(settings) != 1:
         raise ValueError(f"{chosen}: rows of several settings in one table")
 
-    def order(row: Row) -> tuple[int, float]:
-        percent = row["summary"]["validation"]["percent"]
-        return group(row), math.inf if percent is None else percent
-
-    return sorted(found, key=order)
-
-
-def group(row: Row) -> int:
-    """The index in `GROUPS`."""
-    return next(i for i, (least, _) in enumerate(GROUPS) if row["bits_per_coord"] >= least)
+    return found
 
 
 def by_method(run: Row) -> dict[str, Row]:
     """The rows of one run of all-reduces by the method's name, bf16 psum first."""
     psum, *others = run["rows"]
     return {BF16: psum} | {row["method"].split()[0]: row for row in others}
-
-
-def loss_text(row: Row) -> str:
-    """A row's difference to the exact mean in %, with two digits of its standard error."""
-    return with_error(*(row["summary"]["validation"][name] for name in ("percent", "error")))
 
 
 def with_error(value: float | None, error: float | None) -> str:
@@ -239,43 +314,67 @@ def titled(method: str) -> str:
     return f"{TITLES[method.partition(':')[0]]}, `{method}`"
 
 
-def error_text(method: str) -> str:
-    """vNMSE of the method, or of what does the same to one flat leaf in its first step."""
-    errors = {
-        row["method"]: f"{row['vnmse']:#.2g}" for row in load("comparison_error.json")["rows"]
-    }
-    name, colon, bits = method.partition(":")
-    plain = re.sub("-(memory|ef14|ef21)$", "", name).removesuffix("-axis")
-    choices = (method, plain + colon + bits, DEFAULTS.get(plain, plain))
-    return next((errors[choice] for choice in choices if choice in errors), "")
+def methods_table() -> str:
+    """All methods: bits, error, losses of two models, and speed-ups over three transports.
+
+    Sorted by the loss of the larger model, then by that of the other one.
+    """
+    errors = {row["method"]: f"{row['vnmse']:#.2g}" for row in load("errors.json")["rows"]}
+    runs = load(TRANSPORTS)["runs"]
+    times = [by_method(run) for run in runs]
+    models = [{r["settings"]["method"]: r for r in loss_rows(kind)} for kind in (M125, LARGE)]
+    aliases = {"thc:4": "thc", "omnireduce:8": "omnireduce"}
+
+    def found_in(rows: Mapping[str, Any], method: str) -> Any:
+        """The figure of the method, or of it without memory, which sends and errs the same."""
+        plain = re.sub("-(memory|ef14|ef21)(?=:|$)", "", method)
+        names = (method, plain, plain.partition(":")[0]) if plain != method else (method,)
+        return next((rows[name] for name in names if name in rows), None)
+
+    def order(method: str) -> list[float]:
+        found = [own[method]["summary"]["validation"]["percent"] if method in own else 99.0
+                 for own in models]  # fmt: skip
+        return [100.0 if x is None else x for x in found]
+
+    lines = [("method, name", "bits", "vNMSE", "loss, 123 M", "17 M", *(r["links"] for r in runs))]
+    errors |= {aliases.get(name, name): value for name, value in errors.items()}
+    for method in sorted({m for own in models for m in own} - {EXACT}, key=order):
+        own = [rows.get(method) for rows in models]
+        bits = next(row["bits_per_coord"] for row in own if row)
+        cells = [titled(method), f"{bits:.2f}", found_in(errors, method) or ""]
+        cells += [with_error(*row["summary"]["validation"].values()) if row else "" for row in own]
+        for rows in times:
+            row = found_in(rows, method)
+            cells.append("" if row is None or method == BF16 else f"{row['speedup']:.2f}")
+        lines.append(cells)
+    return markdown(lines)
 
 
-def time_text(method: str) -> str:
-    """Speed-up over bf16 psum, by the columns of the file of times."""
-    rows = load("comparison_times.json")["rows"]
-    timed = [(row["psum_us"], row["us"].get(method)) for row in rows]
-    if not any(us for _, us in timed):
-        return ""
-    return " / ".join(f"{psum / us:.2f}" if us else "–" for psum, us in timed)
+def error_table() -> str:
+    """vNMSE of the paper's mixture by topology."""
+    found: dict[str, dict[str, Row]] = {}
+    for row in load("error.json")["rows"]:
+        found.setdefault(row["method"], {})[row["topology"]] = row
+    topologies = ("ring", "butterfly", "direct")
+    lines = [("method, name", "bits", *topologies)]
+    for method, own in found.items():
+        cells = [f"{(own.get(t) or own['native'])['vnmse']:#.2g}" for t in topologies]
+        bits = next(iter(own.values()))["bits_per_coord"]
+        lines.append((titled(method), f"{bits:.2f}", *cells))
+    return markdown(lines)
 
 
-def table(name: str) -> str:
-    """A table of losses."""
-    chosen = LOSSES[name]
-    timed = name == "large"
-    rows = loss_rows(chosen)
-    machines = {(run["device"], run["versions"]) for run in load(chosen.file)["invocations"]}
-    if len(machines) != 1:
-        raise ValueError(f"{chosen}: rows of several machines in one table: {machines}")
-    lines = [["method, name", "wire bits", "vNMSE", "loss, difference in %"]]
-    lines[0] += ["speed-up"] * timed
-    for number in sorted({group(row) for row in rows}):
-        lines.append([f"*{GROUPS[number][1]}*"])
-        for row in (row for row in rows if group(row) == number):
-            method = row["settings"]["method"]
-            cells = [titled(method), f"{row['bits_per_coord']:.2f}"]
-            cells += [error_text(method), loss_text(row)] + [time_text(method)] * timed
-            lines.append(cells)
+def simulated_table() -> str:
+    """vNMSE by the number of workers."""
+    rows = load("simulated.json")["rows"]
+    counts = sorted({row["n_workers"] for row in rows})
+    found: dict[tuple[str, str], dict[int, str]] = {}
+    for row in rows:
+        own = found.setdefault((row["method"], row["topology"]), {})
+        own[row["n_workers"]] = f"{row['vnmse']:.2g}"
+    lines = [("name", "topology", *map(str, counts))]
+    for (method, topology), own in found.items():
+        lines.append((f"`{method}`", topology, *(own.get(n, "–") for n in counts)))
     return markdown(lines)
 
 
@@ -287,20 +386,19 @@ LOSSES_OF = {
     "bf16-fsdp": BF16,
     "dp:mxfp8": "mxfp8",
     "dp:mxfp4": "mxfp4",
+    "auto:5": "dynamiq:5",
+    "psum:5": "dynamiq:5",
     "dp:5": "dynamiq:5",
     "dp:4": "dynamiq:4",
+    "zero:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
     "zero-pipeline:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
+    "zero-dear:5/2.5": "dynamiq:5/dynamiq-dither:2.5",
     "zero-pipeline:4d/2.5": "dynamiq-dither:4/dynamiq-dither:2.5",
     "fsdp:5/8": "dynamiq:5/dynamiq:8/whole",
     "fsdp-keep:5/8": "dynamiq:5/dynamiq:8/whole",
 }
 """Methods of `training.py` by ways of `ways.py`. Three ways take the mean of bf16 gradients."""
-LONG = {BF16: "bf16", "mxfp8": "mxfp8", "dynamiq:5": "dynamiq-5"}
-LONG |= {"dynamiq:5/dynamiq-dither:2.5": "dynamiq-5-dynamiq-dither-2.5"}
-LONG |= {"dynamiq:5/dynamiq:8/whole": "dynamiq-5-dynamiq-8-whole"}
-"""Files of ``long`` by methods."""
-TIMED = ("25 Gb/s", "2 × H200"), ("25 Gb/s", "2 × H100"), ("25 Gb/s", "2 hosts × 2 H200")
-TIMED += ("host memory", "2 × H200"), ("NVLink", "4 × H200"), ("NVLink", "2 × H200")
+TIMED = [*README_LINKS.values(), ("NVLink", "2 × H200")]
 
 
 def less(share: float) -> str:
@@ -330,63 +428,29 @@ def time_to_loss_table() -> str:
 
     A method's steps are those of the training that is worse for it, relative to bf16's.
     """
-    files = (Losses(file, "125m", 200) for file in ("training_125m.json", "sharded.json"))
-    rows = [row for file in files for row in loss_rows(file)]
+    rows = [row for chosen in (M125, SHARDED) for row in loss_rows(chosen)]
     short = {row["settings"]["method"]: np.mean(row["training_loss"], axis=0) for row in rows}
-    losses = {method: load(f"long/{file}.json")["losses"] for method, file in LONG.items()}
-    long = {method: np.reshape(own, (-1, 100)).mean(axis=1) for method, own in losses.items()}
+    long = {
+        row["method"].replace("bf16", BF16): np.reshape(row["training"], (-1, 2)).mean(axis=1)
+        for row in load("long.json")["rows"]
+        if row["against"] == "bf16"
+        and len(row["training"]) == 46
+        and "reversed" not in row["method"]
+    }
     counts = steps_to_loss(short, CURVE_WINDOW), steps_to_loss(long, 100)
-    times = {(run["links"], run["cards"]): dict(run["ms"]) for run in load(WAYS)["runs"]}
+    times = [measured(*column) for column in TIMED]
     lines = [("", "steps, of 200", "of 2,300", *map(", ".join, TIMED))]
     for way, method in LOSSES_OF.items():
+        if not any(way in own for own in times):
+            continue
         ratio = max(steps[method] / steps[BF16] for steps in counts if method in steps)
-        shares = [times[run].get(way, [math.nan])[0] / times[run][BF16][0] for run in TIMED]
+        shares = [own.get(way, [math.nan])[0] / own[BF16][0] for own in times]
         cells = [f"{steps[method]:,.0f}" if method in steps else "" for steps in counts]
-        cells += [less(ratio * share) for share in shares]
-        lines.append([STEPS_OF[way], *cells])
+        lines.append([STEPS_OF[way], *cells, *(less(ratio * share) for share in shares)])
     return markdown(lines)
 
 
-STEP_ALONE = "step_time_pipeline.json"
-"""Its first run has a step without gradient exchange and bf16 psum, on two GPUs."""
-
-
-def estimates_table() -> str:
-    """Steps to bf16's loss of all methods, and estimates of their time over several links.
-
-    A step is one without gradient exchange, followed by the all-reduce of all gradients. This one
-    takes as many times longer than the one that was measured as it has more bytes. Methods are
-    sorted by their time over host memory, and those that miss the loss by their last one.
-    """
-    rows = {row["settings"]["method"]: row for row in loss_rows(LOSSES["large"])}
-    curves = {method: np.array(row["training_loss"]) for method, row in rows.items()}
-    means = {method: curve.mean(axis=0) for method, curve in curves.items()}
-    steps, last = steps_to_loss(means, CURVE_WINDOW), {m: c[:, -1] for m, c in curves.items()}
-    alone, psum = load(STEP_ALONE)["runs"][0]["rows"][:2]
-    times = {
-        run["links"]: {
-            method: alone["step_ms"] + row["time_us"] / 1e3 * psum["wire_bytes"] / row["size_bytes"]
-            for method, row in by_method(run).items()
-        }
-        for run in load(TRANSPORTS)["runs"]
-    }
-    lines = []
-    for method in curves.keys() & times["host memory"].keys():
-        loss = difference(last[method], last[BF16])
-        ratio = steps[method] / steps[BF16]
-        shares = [ratio * own[method] / own[BF16] for own in times.values()]
-        reached = not math.isinf(ratio)
-        cells = [f"{ratio:.2f}", *(f"{share:.2f}" for share in shares)] if reached else []
-        order = (shares[[*times].index("host memory")], loss["percent"])
-        shown = "" if method == BF16 else with_error(*loss.values())
-        bits = f"{rows[method]['bits_per_coord']:.2f}"
-        cells = cells or ["not reached", *("–" for _ in shares)]
-        lines.append((order, (titled(method), bits, shown, *cells)))
-    head = ("method, name", "wire bits", "last training loss, %", "steps", *times)
-    return markdown([head, *(line for _, line in sorted(lines))])
-
-
-CLOCK, TOPOLOGIES = "against_the_clock.json", "topologies.json"
+CLOCK = "against_the_clock.json"
 
 
 def clock_table() -> str:
@@ -398,19 +462,6 @@ def clock_table() -> str:
         for row in run["rows"]:
             cells = [title * (row is first), f"`{row['method']}`"]
             lines.append([*cells, *clocked(run, row, first)])
-    return markdown(lines)
-
-
-def topologies_table() -> str:
-    """Trainings over several topologies: seconds for all steps and to the first run's target."""
-    lines = [("way", "topology", "links", *CLOCKED)]
-    runs = load(TOPOLOGIES)["runs"]
-    (bf16,) = runs[0]["rows"]
-    for run in runs:
-        options, (row,) = run["options"], run["rows"]
-        topology = "native" if row is bf16 else options["topology"]
-        cells = [STEPS_OF[row["method"]], topology, options["title"].rpartition(", ")[2]]
-        lines.append([*cells, *clocked(run, row, bf16)])
     return markdown(lines)
 
 
@@ -462,56 +513,60 @@ def clock() -> Figure:
 
 # --- Long training --------------------------------------------------------------------------------
 
+LONG_TITLES = {
+    "bf16-reversed": "bf16, in reverse order",
+    "dynamiq:5": "5 bits",
+    "dynamiq:5/dynamiq-dither:2.5": "sharded updates, 5 + 2.5 bits",
+    "dynamiq:5/dynamiq:8/whole": "FSDP, 5 + 8 bits",
+    "dynamiq:5/dynamiq:8/whole, then 4 workers": "FSDP, 4 workers from the middle on",
+    "mxfp8": "MXFP8",
+    "mxfp4": "MXFP4",
+    "dynamiq-dither:4/dynamiq-dither-1-2-3:2": "sharded updates, 4 + 2 bits, against 5 + 2.5",
+}
+
+
+def long_rows() -> dict[str, tuple[Row, Row]]:
+    """Runs by method, each with the run that it is compared with."""
+    rows = {row["method"]: row for row in load("long.json")["rows"]}
+    return {name: (row, rows[row["against"]]) for name, row in rows.items()}
+
+
+def long_table() -> str:
+    """Differences at the end: of the mean over the last fifth of the steps, and of validation."""
+    lines = [("", "tokens, M", "training loss, %", "validation, %")]
+    rows = long_rows()
+    for method, title in LONG_TITLES.items():
+        if method not in rows:
+            continue
+        row, base = rows[method]
+        n = len(row["training"])
+        means = [np.mean(own["training"][n - n // 5 : n]) for own in (row, base)]
+        at = len(row["validation"]) - 1
+        last = [own["validation"][at] for own in (row, base)]
+        cells = (f"{100 * (own / its - 1):+.2f}".replace("-", "−") for own, its in (means, last))
+        lines.append((title, f"{n * row['tokens_each'] / 1e6:.0f}", *cells))
+    return markdown(lines)
+
 
 def long_training() -> Figure:
-    """Losses against bf16's by tokens, and sizes of the sums of errors by steps, of 150 M tokens.
-
-    The band is the noise: the largest difference so far between two orders of summation in bf16.
-    """
-    files = sorted((RESULTS / "long").glob("*.json"))
-    runs = {file.stem: load(f"long/{file.name}") for file in files}
-    bf16, reverse = runs.pop("bf16"), runs.pop("bf16-reversed")
-    figure = Figure(figsize=(6.4, 8), layout="constrained")
-    training, validation, errors = figure.subplots(3, 1)
-
-    def losses(run: Row) -> tuple[np.ndarray, np.ndarray]:
-        """The training loss of each part, a mean over its steps, and the validation loss."""
-        steps = np.array(run["losses"]).reshape(len(run["parts"]), -1)
-        return steps.mean(1), np.array([part["validation"] for part in run["parts"]])
-
-    def against(run: Row) -> list[np.ndarray]:
-        """Both losses' differences to bf16's, in %."""
-        return [100 * (x / y[: len(x)] - 1) for x, y in zip(losses(run), losses(bf16), strict=True)]
-
-    def add_errors(run: Row, colour: str) -> None:
-        """Draws the size of the sum of errors so far over that of independent errors."""
-        summed = [(part["step"], part["errors"]) for part in run["parts"] if part.get("errors")]
-        sizes = [math.sqrt(own["sum"] / own["squares"]) for _, own in summed]
-        errors.plot([step for step, _ in summed], sizes, color=colour, linewidth=1)
-
-    settings = bf16["settings"]
-    each = settings["tokens"] / settings["steps"] * settings["every"] / 1e6  # M tokens of a part
-    tokens = each * np.arange(1, 1 + len(bf16["parts"]))
-    for axes, apart in zip((training, validation), against(reverse), strict=True):
-        band = np.maximum.accumulate(np.abs(apart))
-        axes.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
-        axes.set(ylim=(-0.5, 0.5), xlabel="tokens, millions")
-    for number, (name, run) in enumerate(runs.items(), 1):
-        label = CURVES[run["settings"]["method"]]
-        label += ", then 4 workers" if name.endswith("4-workers") else ""
-        colour = f"C{number}"
-        for axes, apart in zip((training, validation), against(run), strict=True):
-            axes.plot(tokens[: len(apart)], apart, color=colour, label=label, linewidth=1)
-        add_errors(run, colour)
-    add_errors(bf16, "black")
-    training.set_ylabel("training loss,\n% from bf16's")
-    validation.set_ylabel("validation loss,\n% from bf16's")
-    errors.axhline(1, color="black", linewidth=0.8, linestyle="--")
-    errors.set(xlabel="steps (black: bf16)", ylabel="sum of errors / its deviation", xscale="log")
-    for axes in (training, validation, errors):
-        axes.spines[["top", "right"]].set_visible(False)
-    drawn = training.get_legend_handles_labels()
-    figure.legend(*drawn, loc="outside lower center", ncols=2, frameon=False, fontsize=8)
+    """Training losses against bf16's by tokens; the band is the other order of summation."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for number, (method, title) in enumerate(LONG_TITLES.items()):
+        row, base = long_rows().get(method, (None, None))
+        if row is None or base is None or row["against"] != "bf16":
+            continue
+        n = len(row["training"])
+        apart = 100 * (np.array(row["training"]) / np.array(base["training"][:n]) - 1)
+        tokens = row["tokens_each"] / 1e6 * np.arange(1, 1 + n)
+        if method == "bf16-reversed":
+            band = np.maximum.accumulate(np.abs(apart))
+            axes.fill_between(tokens, -band, band, color="0.85", label="noise of bf16")
+        else:
+            axes.plot(tokens, apart, color=f"C{number}", label=title, linewidth=1)
+    axes.set(ylim=(-0.5, 0.5), xlabel="tokens, millions", ylabel="training loss, % from bf16's")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, fontsize=8)
     return figure
 
 
@@ -559,6 +614,8 @@ def workers_table() -> str:
     heads = [f"{what}, {count}" for what in ("loss", "top-1") for count in counts]
     lines: list[Sequence[str]] = [("method, name", "topology", *heads)]
     for title, rows in in_runs(WORKERS, ["steps"]).items():
+        if "micro" in title:  # twenty steps on a CPU, of the command that everyone can run
+            continue
         lines.append([title])
         cells: dict[tuple[str, str], dict[int, Row]] = {}
         for row in rows:
@@ -603,43 +660,25 @@ def accuracies(rows: Sequence[Row], shares: Sequence[Sequence[float]]) -> list[l
 HEADS = ["method, name", "wire bits", "accuracy, %", "points from exact", "% of bf16's (95%)"]
 
 
-def top_1_table() -> str:
-    """Top-1 of held-out text beside bf16's."""
-    lines = [[*HEADS[:2], "top-1, %", *HEADS[3:]]]
-    for title, rows in in_runs(TOP_1, ["steps", "workers"]).items():
+def top_1_lines() -> list[list[str]]:
+    """Top-1 of held-out text beside bf16's, of each run under its title."""
+    lines = []
+    for title, rows in in_runs(TOP_1, ["steps"]).items():
         shares = [(100 * np.array(row["top1"], float)).tolist() for row in rows]
-        lines += [[title], *accuracies(rows, shares)]
-    return markdown(lines)
+        lines += [[f"*next token: {title[1:]}"], *accuracies(rows, shares)]
+    return lines
 
 
-def classifier_table(file: str) -> str:
-    """Accuracies of classifiers beside bf16's, of one run or several."""
-    lines = [HEADS]
-    for run in load(file).get("runs", [load(file)]):
-        s, device = run["settings"], run["invocation"]["device"]
-        if "model" in s:
-            title = f"{SIZES[s['model']]} parameters (`{s['model']}`), {s['pretraining']} steps"
-            title += f" of pretraining, {s['steps']} of {s['batch']} chunks, {s['seeds']} seeds"
-            lines.append([f"*{title}, {'CPU' if device == 'cpu' else device}*"])
-        lines += accuracies(run["rows"], [row["accuracy"] for row in run["rows"]])
-    return markdown(lines)
-
-
-# --- Transports -----------------------------------------------------------------------------------
-
-
-def transport_table() -> str:
-    """All-reduces of all methods over several transports, over bf16 psum."""
-    runs = load(TRANSPORTS)["runs"]
-    sizes = [f"{run['rows'][0]['size_bytes'] >> 20} MiB" for run in runs]
-    found = [by_method(run) for run in runs]
-    psum = [rows.pop(BF16) for rows in found]
-    heads = [f"{run['links']}, {size}" for run, size in zip(runs, sizes, strict=True)]
-    lines = [("method, name", *heads)]
-    times = (f"{row['time_us'] / 1e3:.3g} ms" for row in psum)
-    lines.append((f"bf16 psum, `{BF16}`", *times))
-    for name in sorted(found[1], key=lambda name: -found[1][name]["speedup"]):
-        lines.append((titled(name), *(f"{rows[name]['speedup']:.2f}" for rows in found)))
+def accuracy_table() -> str:
+    """Top-1 of held-out text, and accuracies of classifiers, beside bf16's."""
+    lines = [HEADS, *top_1_lines()]
+    for file, kind in ((FINETUNED, "four kinds of text"), (DIGITS, "digits, a ViT of 0.1 M")):
+        for run in load(file).get("runs", [load(file)]):
+            s, device = run["settings"], run["invocation"]["device"]
+            title = f"{kind}, fine-tuned, {SIZES[s['model']]}" if "model" in s else kind
+            place = "CPU" if device == "cpu" else device
+            lines.append([f"*{title}, {s['steps']} steps, {s['seeds']} seeds, {place}*"])
+            lines += accuracies(run["rows"], [row["accuracy"] for row in run["rows"]])
     return markdown(lines)
 
 
@@ -659,33 +698,57 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
     return pattern.sub(lambda match: f"{match[1]}\n{texts[match[2]]}\n\n{match[4]}", page)
 
 
+JAX = "JAX 0.11.2, NCCL 2.28.9"
+
+
 def texts() -> dict[Path, str]:
     """The pages, as they should be."""
-    found = {
-        DOCS / "comparison.md": {name: table(name) for name in LOSSES}
-        | {"transports": transport_table(), "estimates": estimates_table()},
-        DOCS / "multihost.md": {
-            "steps": steps_table(*((f"{rate} Gb/s", "2 × H100") for rate in (10, 25, 37)))
-        },
-        DOCS / "performance.md": {"steps": steps_table(*WITHIN)},
-        DOCS / "training-quality.md": {
-            "workers": workers_table(),
-            "top-1": top_1_table(),
-            "digits": classifier_table(DIGITS),
-            "finetuned": classifier_table(FINETUNED),
-        },
-        DOCS / "time-to-accuracy.md": {
-            "less": time_to_loss_table(),
-            "clock": clock_table(),
-            "topologies": topologies_table(),
-        },  # fmt: skip
-    }
-    return {path: filled(path.read_text(), own) for path, own in found.items()}
+    model = "1.1 B parameters, 3,072 tokens per GPU"
+    told = f"{model}; {JAX}; median ms, 10th to 90th percentile"
+    steps = caption("steps", told) + " " + " ".join(load(STEPS)["notes"])
+    blocks = {
+        "steps": f"{steps_table()}\n\n{steps}",
+        "all-reduce": all_reduce_table() + "\n\n" + caption(
+            "all-reduce", f"one bf16 leaf per GPU, H200 with NV18 links; {JAX}")
+        + " " + " ".join(load("all_reduce.json")["notes"]),
+        "loss": loss_table() + "\n\n" + caption(
+            "loss", "8 workers, `Direct`; 200 steps and 32 seeds (1.1 M), 400 steps and 8 or 32"
+            " seeds (17 M); H200 and H100, JAX 0.11.2"),
+        "methods": methods_table() + "\n\n" + caption(
+            "methods", "losses: `Direct`, unit start, 200 steps and 3 seeds (123 M), 800 steps and"
+            " 8 seeds (17 M), H200, JAX 0.11.2; vNMSE: the paper's mixture, 8 workers, CPU; speed-"
+            "ups: two H200, 256 MiB, sockets 64 MiB"),
+        "workers": workers_table() + "\n\n" + caption("workers", "JAX 0.10.2 (CPU), 0.11.2 (GPU)"),
+        "accuracy": accuracy_table() + "\n\n" + caption(
+            "accuracy", "8 workers; JAX 0.10.2 (CPU), 0.11.2 (GPU)"),
+        "less": time_to_loss_table(),
+        "clock": clock_table() + "\n\n" + caption("clock", f"2 × H200; {JAX}"),
+        "long": long_table() + "\n\n" + caption(
+            "long", "123 M parameters, 64 sequences of 1,024 tokens in a step, one seed, H100 and"
+            " H200, JAX 0.11.2; the text: 80 to 85 M tokens of Python packages and Debian's"
+            " documentation; the command trains on the example's text"),
+        "packets": packet_loss_table() + "\n\n" + caption(
+            "packets", "1.1 M parameters, 200 steps, 2 seeds, 8 workers, CPU, JAX 0.10.2"),
+        "error": error_table() + "\n\n" + caption(
+            "error", "vNMSE = |estimate − sum|² / |sum|² of the paper's mixture, 8 workers, 3"
+            " seeds; CPU, JAX 0.10.2"),
+        "simulated": simulated_table() + "\n\n" + caption(
+            "simulated", "vNMSE, 256 super-groups, one draw; CPU, JAX 0.10.2"),
+    }  # fmt: skip
+    readme = {"ways": readme_table()}
+    pages = {ROOT / "README.md": readme, DOCS / "results.md": blocks}
+    return {path: filled(path.read_text(), own) for path, own in pages.items()}
 
 
-if __name__ == "__main__":
+def draw() -> None:
+    """Writes the pages and their pictures."""
+    load.cache_clear()
     for path, text in texts().items():
         path.write_text(text)
     speedups().savefig(DOCS / "speedups.png", dpi=160)
     clock().savefig(DOCS / "time-to-accuracy.png", dpi=160)
     long_training().savefig(DOCS / "long-training.png", dpi=140)
+
+
+if __name__ == "__main__":
+    draw()

@@ -24,9 +24,7 @@ topology), those of `METHODS`, and
   gathers differences of parameters at 2.5;
 * ``dynamiq:5/dynamiq:8/whole``: FSDP, which gathers the parameters themselves.
 
-Every finished row is added to ``--json`` at once, and ``--resume`` trains the missing ones. Commit
-4ffd39a has other optimisers and methods. The kept rows come from scripts up to commit b5b82c2,
-which drew other starts and tokens, and kept errors of the mean gradients, too.
+Every finished row is added to ``--json`` at once, and ``--resume`` trains the missing ones.
 
 A GPU spends most of a row of ``mid`` on compiling. Rows and processes share a part of it if
 ``XLA_FLAGS`` has ``--xla_gpu_per_fusion_autotune_cache_dir``.

@@ -28,7 +28,7 @@ AXIS = "data"
 SUPER_GROUP = 256
 PREDICTS = (
     "vNMSE does not predict the loss: compare losses of short trainings, or the worst leaf's error "
-    "of a gradient (--gradients; docs/training-quality.md)"
+    "of a gradient (--gradients; docs/results.md)"
 )
 """The line under the table."""
 

@@ -15,7 +15,7 @@ from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Leaf
 from dynamiq_jax.tree.placement import Padding, split_dimension
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
-"""The default encoding of parameters' differences; docs/training-quality.md has the losses."""
+"""The default encoding of parameters' differences; docs/results.md has the losses."""
 
 PARAMETERS = DynamiQ(bits=8)
 """The default encoding of parameters that are gathered for a layer."""
@@ -32,7 +32,7 @@ def fsdp_methods(*, fast_links: bool) -> Sharded:
     """The methods of FSDP if none is passed: `BF16` over links as fast as NVLink.
 
     There a step of 1.1 B parameters takes 51 ms by `BF16` and 55 with compression
-    (docs/performance.md).
+    (docs/results.md).
     """
     return Sharded(BF16(), BF16()) if fast_links else Sharded(DynamiQ(), PARAMETERS)
 

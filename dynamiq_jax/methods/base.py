@@ -166,7 +166,7 @@ class Method(Options, ABC):
         """The method without a plan, unless the user has passed one.
 
         For links as fast as NVLink, where a plan costs more time than it saves, and in sharded
-        updates for what no backward pass hides: docs/performance.md has times and losses.
+        updates for what no backward pass hides: docs/results.md has times and losses.
         """
         return self
 

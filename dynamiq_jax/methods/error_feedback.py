@@ -91,7 +91,7 @@ class ErrorFeedback(WrappedMethod):
 
     Memories stay bounded if the encodings of one step together lose less than workers send: a
     contraction, which the proofs of all four kinds assume. A warning says if `DynamiQ` is not a
-    contraction: at low bits, and over a ring sooner than over `Direct` (docs/training-quality.md).
+    contraction: at low bits, and over a ring sooner than over `Direct` (docs/results.md).
 
     Coordinates whose result is not finite do not change any memory, so memories are always finite,
     and a bad step has no later effect. If a finite sum in a bucket overflows f16, none of the

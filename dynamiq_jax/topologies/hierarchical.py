@@ -14,7 +14,7 @@ from dynamiq_jax.topologies.transports import TransportName
 MANY = 8
 """The number of workers beyond which payloads are too small to be sent one after the other.
 
-A message costs about 15 µs between GPUs of one process (docs/performance.md); for networks this is
+A message costs about 15 µs between GPUs of one process; for networks this is
 an assumption. The largest default bucket of f32 gradients takes 42 MB at 5 bits, 57 MB on fast
 links. Among 8 workers one payload then takes 17 µs at NVLink's 430 GB/s. Among 8 hosts of 8 GPUs it
 takes 13 µs at 400 Gb/s for each GPU. With more workers the messages take longer than the bytes.

@@ -47,7 +47,7 @@ _BETWEEN_HOSTS: dict[str, Any] = {_START: True, _AT_ONCE: 4}
 """The options between hosts. With two hosts of one H200 at 25 Gb/s, a step of 1.1 B parameters with
 `value_and_grad` takes 264 ms instead of 272, with `dq.optax.sharded` after the backward pass 208
 instead of 218, and in the pipeline 203 in both cases. At 10 Gb/s the pipeline takes 492 ms instead
-of 484 (docs/multihost.md)."""
+of 484."""
 _OWN_CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 """An environment variable of NCCL. XLA splits communicators of all GPUs into communicators within
 hosts. By default these keep the number of channels that suits the network, 2 instead of 24 over
@@ -56,7 +56,7 @@ instead of 0.3."""
 _SOCKETS = {"NCCL_SOCKET_NTHREADS": "1", "NCCL_NSOCKS_PERTHREAD": "4"}
 """Environment variables of NCCL for links without InfiniBand. By default NCCL opens one socket
 between two GPUs. With two hosts of one H200 at 25 Gb/s, sharded updates then take 247 ms instead of
-181, and bf16 psum 865 instead of 753 (docs/multihost.md)."""
+181, and bf16 psum 865 instead of 753."""
 _CLOUD_NICS = ("0x1d0f", "0x1ae0")
 """PCI vendors (Amazon, Google) for whose network cards NCCL opens several sockets by default."""
 _VENDORS = "/sys/class/net/*/device/vendor"

@@ -294,7 +294,7 @@ def _compare_batches(
     weighs = "" if explicit else ", and pass weight= with that sum, or else the number of rows"
     remedy = (
         "For that, fill up short batches with rows that a mask leaves out, let the loss divide by "
-        f"the sum of the mask{weighs} (docs/recipes.md, Batches that end early)"
+        f"the sum of the mask{weighs} (docs/data-parallel.md, Batches that end early)"
     )
     agreement.compare_batches(shapes, mesh, remedy)
 

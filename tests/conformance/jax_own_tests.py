@@ -6,7 +6,7 @@ The path is a checkout of JAX's source at the tag of the installed version. It r
 `FILES` whose source mentions a collective, three times: with `jax.lax`'s collectives; with ours as
 they are, where small arrays travel exactly; and with every floating leaf of a psum or pmean sent
 through our own all-reduce, as f32. Tests that call no collective, or fail with `jax.lax`'s, do not
-count. Prints a table, and every test that fails with its error; docs/conformance.md says which
+count. Prints a table, and every test that fails with its error; docs/api.md says which
 differ on purpose.
 
 Needs absl-py, as JAX's tests do. Not part of the library's tests.

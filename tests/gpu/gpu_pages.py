@@ -32,6 +32,7 @@ PAIRS = re.compile(r"\(-1, 2|\(2, -1|size // 2|_count\(\) // 2")
 
 EXAMPLES = {
     "quickstart.py": [[]],
+    "one_gpu.py": [["runs/one"]],
     "four_hosts.py": [["runs/four"]],
     "train_llm.py": [["--steps", "20", "--compare"]],
     "train_fsdp.py": [["--steps", "20", "--compare"]],
@@ -82,14 +83,9 @@ def blocks(page: str) -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """The blocks of a page follow each other, or run alone."""
+    """The blocks of a page, which follow each other."""
     found = {"README.md": "README.md", "quickstart.md": "docs/quickstart.md"}
-    found = {name: "".join(blocks(path)) for name, path in found.items()}
-    found["faq.md"] = "".join(blocks("docs/faq.md"))
-    for number, code in enumerate(blocks("docs/experts-and-islands.md"), 1):
-        found[f"experts-and-islands.md {number}"] = code
-    found["four-hosts.md"] = blocks("docs/four-hosts.md")[0]
-    return found
+    return {name: "".join(blocks(path)) for name, path in found.items()}
 
 
 def missing(code: str) -> str:
@@ -109,8 +105,6 @@ def rows(machine: Machine) -> Iterator[Row]:
     for name, code in pages().items():
         reason = f"needs {lacks}" if (lacks := missing(code)) else ""
         command = [sys.executable, "block.py"]
-        if name == "four-hosts.md":
-            command.append("one")
         yield Row(name, [command], code, reason)
     for file in sorted((ROOT / "examples" / "recipes").glob("*.py")):
         code = file.read_text()

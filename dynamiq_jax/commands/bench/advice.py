@@ -108,7 +108,7 @@ def decide(
         f"Use {chosen.label}: an all-reduce takes {_ms(chosen.time_us)} instead of "
         f"{_ms(native.time_us)} with bf16 psum ({_speedup(chosen, native)}).",
         *_step_sentences(step_ms, native, chosen),
-        "Fewer bits cost training loss: docs/training-quality.md has how much.",
+        "Fewer bits cost training loss: docs/results.md has how much.",
     ]
     if chosen.warning is not None:
         sentences.append(f"No setting pays without this warning: {chosen.warning}.")

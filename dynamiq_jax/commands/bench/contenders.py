@@ -56,7 +56,7 @@ PAPER = {
 
 LEAST_SQUARED_ERROR = {"floor": None, "format": dq.Format(levels="piecewise")}
 """The options for the least squared error: floors and companded levels, its defaults,
-are for the loss of training with Adam (docs/training-quality.md)."""
+are for the loss of training with Adam (docs/results.md)."""
 
 NARROW = {"widths": (1, 2, 3), "floor": None}
 """The options for about 2 bits, below what the default widths hold with their metadata."""

@@ -7,7 +7,7 @@ the super-groups where this removes most squared error (`dynamiq_jax.methods.dyn
 
 If only the squared error counted, all super-groups with little energy would get the narrowest
 width, and their error would be as large as their values. Optimisers that divide by the scale of
-each coordinate, such as Adam, then take full steps along this noise: docs/training-quality.md.
+each coordinate, such as Adam, then take full steps along this noise: docs/results.md.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ Floor = int | Literal["auto"] | None
 NARROWEST_FLOOR, WIDEST_FLOOR = 2, 14
 LARGEST_RELATIVE_ERROR = {False: 0.38, True: 0.124}
 """The limit of the relative error, by whether there is dither, whose noise does not shrink with the
-coordinate. Beyond it, training with Adam lost at least 0.5% of validation loss (losses of least
-squared error in benchmarks/evidence/results/training.md)."""
+coordinate. Beyond it, training with Adam lost at least 0.5% of validation loss in trainings
+of least squared error."""
 LARGEST_DITHERED_ERROR = 2.0
 """The limit beyond which dither without a floor had more squared error than no dither: the same on
 rings of 32 workers, ten times as much on rings of 64 (docs/algorithm.md, section 7)."""

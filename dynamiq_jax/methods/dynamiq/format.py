@@ -28,8 +28,7 @@ class Format(Options):
         this is the residual stream (if sizes are equally common, the last axis; axes shorter than
         64, such as layers and heads, are ignored). In `all_gather` leaves are the shards that are
         gathered. `None`: the last axis, which needs no transposition. Gradients vary along tokens
-        and neurons much more than along the residual stream: docs/training-quality.md, "Near
-        coordinates".
+        and neurons much more than along the residual stream.
       subtract_mean: whether the mean of each super-group is sent separately, as in the paper. It
         takes 1/16 bit, and pays for gradients whose means hold more than a tenth of the energy.
     """
