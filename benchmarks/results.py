@@ -251,7 +251,7 @@ def run(job: Job) -> bool:
         found = Path(folder, "rows.json")
         if job.resumes and file.exists():
             found.write_text(file.read_text())
-        words = shlex.split(job.command.format(json=found))
+        words = shlex.split(job.command.replace("{json}", str(found)))
         env = os.environ.copy()
         while "=" in words[0]:
             name, _, value = words.pop(0).partition("=")

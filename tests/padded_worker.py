@@ -7,7 +7,6 @@ Leaves of random shapes end with zeros for four workers. They come to two, and b
 
 import dataclasses
 import sys
-import warnings
 
 import jax
 import jax.experimental.multihost_utils
@@ -26,7 +25,6 @@ COUNT = 6
 
 def main(address, process):
     jax.distributed.initialize(address, 2, process, shutdown_timeout_seconds=10)
-    warnings.filterwarnings("ignore", message="opt_state: gaps was reset")
     compression = dataclasses.replace(EXACT, min_leaf_size=64)
     optimizer = dq.optax.sharded(
         optax.adam(1e-2),

@@ -117,9 +117,10 @@ else:
 
 wire = dq.Format(group_scale="bf16")
 method = dq.DynamiQ(widths=(3, 6), bits=5.5, format=wire, debug_checks=True)
-method = dq.Compression(method, min_leaf_size=1, min_bucket_size=1)
+limits = {"min_leaf_size": 1, "min_bucket_size": 1}
+method = dq.Compression(method, topology=dq.Direct(), **limits)
 mesh = jax.make_mesh((2,), ("data",))
-step = lambda x: dq.psum(x, "data", compression=dq.Compression(method, topology=dq.Direct()))
+step = lambda x: dq.psum(x, "data", compression=method)
 mapped = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
 x = jax.device_put(jnp.arange(8192.0), jax.NamedSharding(mesh, P("data")))
 jax.block_until_ready(jax.jit(mapped)(x))

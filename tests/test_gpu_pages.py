@@ -26,6 +26,15 @@ def test_every_recipe_and_example_has_a_row():
     assert {row[8:] for row in made if row.startswith("example ")} == runnable
 
 
+def test_commands_of_pages_have_rows_unless_they_are_for_hosts():
+    made = {row.name: row.commands[0] for row in pages.commands()}
+    assert any("bench all-reduce" in name for name in made)
+    assert not [name for name in made if "hosts.py" in name or "10.0.0." in name or "FILE" in name]
+    assert all(command[0] == sys.executable for command in made.values())
+    scripts = [c[1] for c in made.values() if c[1] not in ("-m", "block.py")]
+    assert all(Path(script).exists() for script in scripts)
+
+
 def test_rows_that_cannot_run_say_why():
     alone = {row.name: row.reason for row in pages.rows(pages.Machine(1, virtual=True))}
     assert alone["recipe grid"] == "needs an even number of devices, here are 1"

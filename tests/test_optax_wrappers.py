@@ -1,6 +1,7 @@
 """Wrappers of optax around `dynamiq_jax.optax`, and their places that train as plain optax does."""
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 import optax_steps
 import pytest
 from asserts import assert_close, assert_same_bits
-from cases import CHEAP, EXACT, daily, small
+from cases import EIGHT, EXACT, daily, small
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from optax import contrib, transforms
@@ -50,6 +51,7 @@ WRAPPERS = {
     "conditionally_transform": lambda inner: transforms.conditionally_transform(inner, every_other),
     "apply_if_finite": lambda inner: optax.apply_if_finite(inner, 3),
     "mechanize": contrib.mechanize,
+    "sam": lambda inner: contrib.sam(inner, optax.sgd(0.01)),
 }
 UNTYPED = [*WRAPPERS][:5]
 """Wrappers that are refused only where JAX has types for what differs between workers."""
@@ -129,26 +131,114 @@ def test_in_its_place_a_wrapper_trains_as_plain_optax_does(name, function, where
     assert_close(params, optax_steps.plain(promoting(wrap(SGD)), loss_fn, *problem(4)))
 
 
-def test_what_follows_sharded_in_a_chain_is_refused_unless_differences_are_exact():
-    """The next difference would bring back what it withholds or scales."""
-    mesh = auto_mesh()
-    rough = dq.optax.sharded(SGD, "data", compression=CHEAP)
-    chained = {
-        "apply_every": optax.chain(rough, optax.apply_every(2)),
-        "scale": optax.chain(optax.chain(rough), optax.identity(), optax.scale(0.5)),
-    }
-    for name, optimizer in chained.items():
-        told = rf"^{name} comes after dq.optax.sharded .*optax.chain\(inner, {name}"
-        with pytest.raises(ValueError, match=told):
-            traced(optimizer, mesh, True)
-    traced(optax.chain(rough, optax.zero_nans()), mesh, True)
-    for place in (
-        lambda inner: optax.chain(FUNCTIONS["sharded"](inner), optax.apply_every(2)),
-        lambda inner: FUNCTIONS["sharded"](optax.chain(inner, optax.apply_every(2))),
-    ):
-        found, _ = trained(place(SGD))
-        expected = optax.chain(SGD, optax.apply_every(2))
-        assert_close(found, optax_steps.plain(promoting(expected), loss_fn, *problem(4)))
+def pairs(reset):
+    """Lookahead, which takes gradients of the fast parameters alone."""
+
+    def wrap(inner):
+        init, update = optax.lookahead(inner, 2, 0.5, reset_state=reset)
+        return optax.GradientTransformation(init, lambda g, s, p: update(g.fast, s, p))
+
+    return wrap
+
+
+def plateau(inner):
+    """Halves the updates after every two steps."""
+    own = optax.chain(inner, contrib.reduce_on_plateau(0.5, patience=1))
+    update = functools.partial(own.update, value=jnp.float32(1.0))
+    return optax.GradientTransformation(own.init, update)
+
+
+def then(after):
+    return lambda inner: optax.chain(inner, after)
+
+
+class Row(NamedTuple):
+    """A wrapper of an optimizer that changes its updates, or what follows it in a chain."""
+
+    wrap: Any
+    apart: float | None = 0.15
+    """With compression, the largest distance from plain optax, relative to the distance trained;
+    `None`: what acts on whole leaves amplifies errors."""
+    inside: str | None = None
+    """The remedy where `sharded` refuses it inside; `None`: it trains there, too."""
+
+
+ALONE, PUT_AFTER = "depend on its own coordinate alone", "Put it after"
+CHANGING = {
+    "apply_every": Row(then(optax.apply_every(2))),
+    "scale": Row(then(optax.scale(0.5))),
+    "named_chain": Row(lambda inner: optax.named_chain(("a", inner), ("b", optax.scale(0.5)))),
+    "nested chain": Row(lambda inner: optax.chain(optax.chain(inner), optax.scale(0.5))),
+    "ema": Row(then(optax.ema(0.9))),
+    "trace": Row(then(optax.trace(0.5))),
+    "clip": Row(then(optax.clip(0.02))),
+    "add_decayed_weights": Row(then(optax.add_decayed_weights(-0.1))),
+    "keep_params_nonnegative": Row(then(optax.keep_params_nonnegative())),
+    "freeze": Row(then(transforms.freeze({"in": True, "out": False}))),
+    "reduce_on_plateau": Row(plateau),
+    "schedule_free": Row(lambda inner: contrib.schedule_free(inner, 0.1)),
+    "lookahead": Row(pairs(False), inside="skip"),
+    "lookahead, reset": Row(pairs(True), 0.3, "skip"),
+    "partition": Row(lambda x: optax.partition({"a": x, "b": x}, {"in": "a", "out": "b"})),
+    "snapshot": Row(then(transforms.snapshot("norm", optax.tree.norm)), inside=ALONE),
+    "flatten": Row(optax.flatten, inside="Leave out flatten"),
+    "adaptive_grad_clip": Row(then(optax.adaptive_grad_clip(0.1)), None, PUT_AFTER),
+    "normalize_by_update_norm": Row(then(optax.normalize_by_update_norm(0.1)), None, PUT_AFTER),
+    "scale_by_trust_ratio": Row(
+        then(optax.chain(optax.scale_by_trust_ratio(), optax.scale(0.01))), None, PUT_AFTER
+    ),
+    "add_noise": Row(then(optax.add_noise(1e-3, 0.5, 0)), inside="use dq.optax.all_reduce"),
+}
+DAILY_CHANGING = ["apply_every", "schedule_free", "lookahead, reset", "normalize_by_update_norm"]
+COARSE = small(dq.contrib.MinMax(bits=3))
+
+
+def fast_loss(params, x):
+    return loss_fn(getattr(params, "fast", params), x)
+
+
+def trained_by(name, place, **compression):
+    """Parameters after six steps: the wrapper is around `sharded` or inside, or in plain optax."""
+    wrap, (params, batches) = CHANGING[name].wrap, problem(6)
+    ours = lambda inner: dq.optax.sharded(inner, "data", **compression)
+    if name.startswith("lookahead"):
+        params = optax.LookaheadParams.init_synced(params)
+    if place == "plain":
+        return optax_steps.plain(promoting(wrap(SGD)), fast_loss, params, batches)
+    optimizer = promoting(wrap(ours(SGD)) if place == "around" else ours(wrap(SGD)))
+    state = dq.optax.init(optimizer, params, auto_mesh())
+    grads_of = optax_steps.of_batch(fast_loss)
+    step = optax_steps.stepper(optimizer, state, grads_of, auto_mesh())
+    return optax_steps.train(step, params, state, batches, auto_mesh())[0]
+
+
+@pytest.mark.parametrize("name", daily(CHANGING, DAILY_CHANGING))
+def test_what_changes_updates_trains_as_with_plain_optax(name):
+    """Masters follow what is applied, and refused is what slices cannot compute."""
+    row, plain = CHANGING[name], trained_by(name, "plain")
+    assert_close(trained_by(name, "around", compression=EXACT), plain)
+    if row.inside is None:
+        assert_close(trained_by(name, "inside", compression=EXACT), plain)
+    elif row.inside != "skip":  # the parameters of lookahead are pairs
+        with pytest.raises(ValueError, match=row.inside):
+            trained_by(name, "inside", compression=EXACT)
+    if row.apart is not None:
+        found = trained_by(
+            name, "around", compression=dq.Policy(gradients=EIGHT, parameters=COARSE)
+        )
+        first = problem(1)[0]
+        first = optax.LookaheadParams.init_synced(first) if "lookahead" in name else first
+        far = lambda a, b: float(
+            optax.tree.norm(jax.tree.map(jnp.subtract, *jax.device_get((a, b))))
+        )
+        assert far(found, plain) < row.apart * far(first, plain)
+
+
+@pytest.mark.parametrize("name", ["apply_every", "named_chain", "schedule_free", "lookahead"])
+def test_what_would_change_deferred_updates_is_refused(name):
+    told = rf"{name.replace('named_chain', 'scale')} would change the updates .*leave out deferred"
+    with pytest.raises(ValueError, match=told):
+        trained_by(name, "around", compression=EXACT, deferred=True)
 
 
 def labelled(optimizers, label):

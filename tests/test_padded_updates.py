@@ -278,9 +278,9 @@ def as_before(state):
     """The state as the version before had it: these leaves were whole, and no norm was kept."""
     leaves, treedef = jax.tree.flatten((state.masters, state.inner))
     masters, inner = treedef.unflatten(p.cut(x) for p, x in zip(state.padding, leaves, strict=True))
-    gaps = dataclasses.replace(state.gaps, value=jnp.zeros_like(state.gaps.value))
-    told = {"masters": masters, "inner": inner, "gaps": gaps}
-    return jax.device_get(dataclasses.replace(state, **told, norm=None, skipped_in_a_row=None))
+    lacks = dict.fromkeys(["norm", "skipped_in_a_row", "sent"])
+    told = {"masters": masters, "inner": inner}
+    return jax.device_get(dataclasses.replace(state, **told, **lacks))
 
 
 CHECKPOINTS = [(8, True), (3, False), (3, True), (7, False), (1, False)]
@@ -303,8 +303,7 @@ def test_a_checkpoint_goes_to_other_numbers_of_workers(tmp_path, n, before):
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), fresh
         )
-        fits = dataclasses.replace(again, gaps=shapes.gaps)
-        assert jax.tree.map(jnp.shape, fits) == jax.tree.map(lambda x: x.shape, shapes)
+        assert jax.tree.map(jnp.shape, again) == jax.tree.map(lambda x: x.shape, shapes)
     assert_same_bits(jax.device_get(again.unpadded()), jax.device_get(state.unpadded()))
     assert jax.tree.map(jnp.shape, again.masters) == jax.tree.map(jnp.shape, fresh.masters)
     assert_same_bits(as_before(again).inner, as_before(state).inner)
@@ -327,16 +326,15 @@ def test_a_leaf_that_more_workers_do_not_split_keeps_its_last_update():
     with pytest.warns(UserWarning, match="no dimension that the 4 workers"):
         fresh = dq.optax.init(optimizer, params, auto_mesh(4))
 
-    # Two workers have padded it; after an update the gaps of a leaf that they split are infinite.
-    saved = jax.device_get(fresh)
-    gaps = dataclasses.replace(saved.gaps, value=np.full((2, 1), np.inf, np.float32))
+    saved = jax.device_get(fresh)  # two workers have padded it
     masters = {"w": np.pad(params["w"] - 1, [(0, 1), (0, 0), (0, 0)])}
-    saved = dataclasses.replace(saved, step=np.int32(1), masters=masters, gaps=gaps)
+    pending = dataclasses.replace(saved.pending, ready=np.True_)
+    saved = dataclasses.replace(saved, step=np.int32(1), masters=masters, pending=pending)
     state = dq.optax.restore_state(saved, fresh)
 
     def step(params, state):
-        grads = {"w": jnp.ones_like(params["w"])}
-        updates, state = optimizer.update(grads, state, dq.optax.gathered(params, state))
+        params = dq.optax.gathered(params, state)
+        updates, state = optimizer.update({"w": jnp.ones_like(params["w"])}, state, params)
         return optax.apply_updates(params, updates), state
 
     specs = dq.optax.state_specs(state)

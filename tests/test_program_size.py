@@ -4,12 +4,15 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from cases import over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from workers import auto_mesh
 
 import dynamiq_jax as dq
+import dynamiq_jax.optax
 from dynamiq_jax.core.compat import inner_jaxprs
 from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
 
@@ -138,6 +141,23 @@ def test_a_plan_does_not_grow_with_widths(n_workers):
         return size_of(partial(order_and_tiles, layout=layout, backend="jnp"), energy, {})
 
     assert plan((2, 4, 6, 8, 10, 12)) == plan((2, 4, 6)) < 160
+
+
+def test_programs_do_not_grow_with_buckets():
+    """No table of a large bucket is a constant; one of all tiles was megabytes."""
+
+    def text(size):
+        method = dq.Compression(dq.DynamiQ(plan=False), bucket_bytes=2**40, min_bucket_bytes=0)
+        optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method)
+        mesh = auto_mesh()
+        params = {"w": jax.ShapeDtypeStruct((8, size), "bfloat16")}
+        state = dq.optax.init(optimizer, params, mesh)
+        specs = dq.optax.state_specs(state)
+        maps = {"in_specs": (P(), specs, P()), "out_specs": (P(), specs), "check_vma": False}
+        update = jax.jit(jax.shard_map(optimizer.update, mesh=mesh, **maps))
+        return len(update.lower(params, state, params).as_text())
+
+    assert text(2**29) < 1.1 * text(2**26) < 500_000
 
 
 @pytest.mark.parametrize("name", ["psum", "pmean"])

@@ -47,11 +47,12 @@ def test_a_state_of_nnx_goes_to_an_optimizer_on_other_workers(form):
     own, other = masters(found)["kernel"], masters(eight)["kernel"]
     assert (own.shape, other.shape) == ((9, 12), (9, 16))
     assert_same_bits(jax.device_get(own)[:, :11], jax.device_get(other)[:, :11])
-    with pytest.raises(ValueError, match=r"\(8, 1\).*\(4, 1\).*pass the nnx.Optimizer itself"):
+    with pytest.raises(ValueError, match="pass the nnx.Optimizer itself"):
         dq.optax.restore_state(saved, nnx.state(four))
     opt_state = dq.optax.restore_state(saved, four).opt_state
     arrays = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(four))["opt_state"])
-    assert opt_state.gaps.value.shape == arrays["gaps"]["value"].shape == (4, 1)
+    assert opt_state.sent.step.value.shape == (4,)
+    assert arrays["sent"]["step"]["value"].shape == (4,)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

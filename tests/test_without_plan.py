@@ -12,6 +12,7 @@ from workers import gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.dynamiq.plan import even_plan, sampled
+from pallas_kernels import unpack_tiles
 
 EVEN = dq.DynamiQ(plan=False)
 OVER = dq.Direct(), dq.Ring(), dq.Butterfly()
@@ -32,15 +33,28 @@ def test_payloads_hold_even_widths(size, bits, n, topology, collective):
     else:
         layout = method.layout(size, n, topology, collective)
     for stage, words in enumerate(layout.payload_words):
-        widths = layout.widths(stage)
-        assert len(set(widths.tolist())) <= 2
-        assert np.all(np.diff(widths) <= 0)
-        assert set(widths.tolist()) <= set(layout.fmt.widths)
-        assert sum(layout.fmt.tile_words(int(w)) for w in widths) <= words
+        (some, wide), (others, narrow) = layout.widths(stage)
+        assert min(some, others) >= 0 and some + others == layout.chunk_tiles
+        assert wide >= narrow
+        assert {w for count, w in layout.widths(stage) if count} <= {*layout.fmt.widths}
+        assert sum(count * layout.fmt.tile_words(w) for count, w in layout.widths(stage)) <= words
     passed = (2 if collective == "all_reduce" else n) * (n - 1) * size / n
     if size * (1 if collective == "all_reduce" else n) > 2**20 * n:
         # Floors may take all bits, and samples come on top: a quarter of a bit in small buckets.
         assert layout.wire_bits <= bits * passed * 1.01 + layout.stats_bits
+
+
+@pytest.mark.parametrize("bits", [2.5, 4.6, 8.0])
+def test_records_follow_one_another(bits):
+    layout = dq.DynamiQ(plan=False, bits=bits).layout(300_001, 2, dq.Ring())
+    samples = jnp.ones(jax.eval_shape(lambda x: sampled(x, layout), jnp.zeros(300_001)).shape)
+    tiles = even_plan(samples, jnp.uint32(0), layout).tiles
+    for stage, found in enumerate(tiles):
+        widths = np.concatenate([np.full(count, w) for count, w in layout.widths(stage)])
+        ends = np.cumsum([layout.fmt.tile_words(w) for w in widths])
+        offsets, own = unpack_tiles(np.asarray(found))
+        np.testing.assert_array_equal(own, np.broadcast_to(widths, found.shape))
+        np.testing.assert_array_equal(offsets, np.broadcast_to([0, *ends[:-1]], found.shape))
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])

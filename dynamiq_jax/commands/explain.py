@@ -42,6 +42,6 @@ def command(
             f"{n} workers are not {nodes} equal nodes: pass a divisor of {n}", param_hint="--nodes"
         )
     sizes = n if nodes == 1 else (nodes, n // nodes)
-    told = {"compression": method, "topology": route, "rate": rate, "verbose": False}
-    found = checked("--topology --rate", dq.explain, tree, sizes, **told)
+    explain = dq.Compression(method, topology=route).explain
+    found = checked("--topology --rate", explain, tree, sizes, rate=rate, verbose=False)
     typer.echo(options.without_control(f"{name}: {found}"))

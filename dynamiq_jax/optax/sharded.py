@@ -39,13 +39,13 @@ from dynamiq_jax.core.meshes import (
     resharded,
     set_around,
 )
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words, rounded_to
+from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
-from dynamiq_jax.optax.wrappers import check_following, check_wrappers
+from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
@@ -64,10 +64,21 @@ from dynamiq_jax.tree.placement import (
 )
 
 
+class Sent(NamedTuple):
+    """The copy as the last update left it: masters follow what changes it afterwards."""
+
+    step: PerWorker
+    """The value of ``step`` after that update, int32[n] for n workers. Copies of another step, as
+    in a new state, say nothing."""
+    copies: Any
+    """This worker's slices of the copy, in the parameters' dtypes; `None` if differences are
+    deferred, since the copy then moves after the update."""
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=(
-        *("step", "skipped", "masters", "inner", "gaps", "pending"),
+        *("step", "skipped", "masters", "inner", "sent", "pending"),
         *("norm", "skipped_in_a_row"),
     ),
     meta_fields=("splits", "padding"),
@@ -84,9 +95,7 @@ class ShardedState(Part):
       skipped: the number of updates that were skipped, since the gradient was not finite, int32.
       masters: the parameters in f32, padded; `unpadded` removes the zeros.
       inner: the inner optimizer's state for the masters, padded in the same way.
-      gaps: the largest distance of each worker's masters from the copy after the last update,
-        f32[n, L] for n workers and L leaves. A coordinate with a larger distance was changed by the
-        user.
+      sent: the copy's slices after the last update, padded like masters; see `Sent`.
       splits: how mesh axes split every leaf of ``(masters, inner)``.
       padding: the zeros at the end of each of these leaves.
       pending: with ``deferred=True``, the differences that the next step gathers, else `None`.
@@ -97,13 +106,14 @@ class ShardedState(Part):
         which continues without both; `restore_state` adds them.
     """
 
-    later = "norm", "skipped_in_a_row"
+    later = "norm", "skipped_in_a_row", "sent"
+    former = ("gaps",)
 
     step: Any
     skipped: Any
     masters: Any
     inner: Any
-    gaps: PerWorker
+    sent: Sent
     splits: tuple[P, ...]
     padding: tuple[Padding, ...]
     pending: Pending | None = None
@@ -114,21 +124,24 @@ class ShardedState(Part):
         """See `Part`."""
         treedef = jax.tree.structure((self.masters, self.inner))
         masters, inner = treedef.unflatten(self.splits)
-        told = {"masters": masters, "inner": inner, "gaps": self.gaps.specs()}
-        alike = {"step", "skipped", "pending", *self.later}  # on all workers
+        copies = None if self.sent.copies is None else masters
+        sent = Sent(self.sent.step.specs(), copies)
+        told = {"masters": masters, "inner": inner, "sent": sent}
+        alike = "step", "skipped", "pending", "norm", "skipped_in_a_row"  # on all workers
         told |= {name: jax.tree.map(lambda _: P(), getattr(self, name)) for name in alike}
         return dataclasses.replace(self, **told)
 
     def shapes(self) -> dict[tuple[Any, ...], tuple[int, ...]]:
         """See `Part`."""
-        fields = {"masters": self.masters, "inner": self.inner}
-        key = jax.tree_util.GetAttrKey
+        key, copies = jax.tree_util.GetAttrKey, self.sent.copies
+        fields = [("masters", self.masters), ("inner", self.inner), ("sent/copies", copies)]
         paths = [
-            ((key(name), *path), x.shape)
-            for name, tree in fields.items()
+            ((*map(key, names.split("/")), *path), x.shape)
+            for names, tree in fields
             for path, x in jax.tree_util.tree_leaves_with_path(tree)
         ]
-        pairs = zip(paths, self.padding, strict=True)
+        again = self.padding[: len(jax.tree.leaves(copies))]
+        pairs = zip(paths, (*self.padding, *again), strict=True)
         return {path: padding.shape_of(shape) for (path, shape), padding in pairs}
 
     def unpadded(self) -> Any:
@@ -170,13 +183,15 @@ def sharded(
     worker's own gradients. The transformation replaces `all_reduce` and the optimizer after it.
     ``update`` takes every worker's own gradients and the parameters. It scatters the gradients'
     mean, updates the masters of this worker's slices, gathers differences of parameters, and
-    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters and the
-    inner state take 1/n of the memory, and the update takes 1/n of the work.
+    returns updates for `optax.apply_updates`, with the same bits on all workers. Masters, the
+    inner state and slices of the copy take 1/n of the memory, and the update takes 1/n of the work.
 
-    **Masters follow parameters that you change between updates** (loaded weights, a swapped-in
-    average, a clip, a projection). A coordinate counts as changed if its distance from its master
-    exceeds that of every coordinate of its slice after the last update; smaller changes are below
-    the error of the compressed differences. `set_masters` copies all bits of the parameters.
+    **Masters follow parameters that change between updates**: a master moves by as much as its
+    copy has moved since the last update. So you may load weights, swap in an average, clip or
+    project; and what is around this transformation, or after it in a chain, may scale, withhold or
+    replace its updates. A small change keeps the error of the last encoding, which the next
+    difference brings; a change of more than 16 times this error, and `set_masters`, replace the
+    master.
 
     A leaf is split along the first dimension that is a multiple of the number of workers; a leading
     dimension below 256, which may count layers, is tried last. If there is no such dimension, one
@@ -295,8 +310,8 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
-        if not all(total.gathers_exactly(describe_leaves(params))):
-            check_following()
+        if deferred:
+            check_deferred()
         _check_alike("params", params, state)
         _check_alike("gradients", updates, state, is_leaf=is_terms)
         if axis.mapped and not has_terms(updates):
@@ -435,11 +450,14 @@ class _Start(NamedTuple):
         # An array for each, though all are zeros: states are donated.
         step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
         norm = jnp.zeros((), jnp.float32)
-        gaps = self._gaps(params, 1 if inside else math.prod(sizes), inside)
+        sent = Sent(self._no_step(params, 1 if inside else math.prod(sizes), inside), None)
         pending = None
         if self.deferred:
             pending = Pending(jnp.zeros((), bool), jnp.zeros(2, jnp.uint32), self.total)
-        told = gaps, layout.splits, layout.padding, pending, norm, in_a_row
+        else:
+            copied = lambda master, x: jnp.array(master, x.dtype, copy=True)
+            sent = sent._replace(copies=jax.tree.map(copied, masters, params))
+        told = sent, layout.splits, layout.padding, pending, norm, in_a_row
         return ShardedState(step, skipped, masters, inner, *told)
 
     def _told_specs(self, params: Any, mesh: Mesh | AbstractMesh, inside: bool) -> list[P]:
@@ -500,17 +518,17 @@ class _Start(NamedTuple):
             leaves = [resharded(x, mesh, p) for x, p in zip(leaves, layout.splits, strict=True)]
         return treedef.unflatten(leaves)
 
-    def _gaps(self, params: Any, count: int, inside: bool) -> PerWorker:
-        """The distances of masters from copies: before the first update none is known."""
+    def _no_step(self, params: Any, count: int, inside: bool) -> PerWorker:
+        """The step of `Sent` before the first update."""
         axis = self.total.axis
-        gaps = jnp.full((count, len(jax.tree.leaves(params))), jnp.inf, jnp.float32)
+        step = jnp.full(count, -1, jnp.int32)
         if inside:
-            gaps = axis.to_varying(gaps)
+            step = axis.to_varying(step)
         elif self.mesh is not None:
-            gaps = constrained(gaps, self.mesh, [P(axis.name)])
+            step = constrained(step, self.mesh, [P(axis.name)])
         elif is_outside(axis, params):
-            gaps = resharded(gaps, mesh_of(params), P(axis.name))
-        return PerWorker(gaps, axis.name, largest=True)
+            step = resharded(step, mesh_of(params), P(axis.name))
+        return PerWorker(step, axis.name, largest=True)
 
 
 # --- One update -----------------------------------------------------------------------------------
@@ -543,27 +561,28 @@ class _Leaves(NamedTuple):
     sizes: Mapping[str, int]
     """The sizes of the axes in these specs."""
 
-    def followed(self, masters: list[Array], gaps: Array, first: Array) -> Any:
-        """The masters; a master takes its copy's value if the user has changed the copy.
+    def followed(self, state: ShardedState, sent_at: Array) -> Any:
+        """The masters, which move by as much as their copies did since update ``sent_at``."""
+        axis, masters = self.total.axis, jax.tree.leaves(state.masters)
+        # `first`: no update has moved masters yet; all of them, if any, were skipped.
+        first = state.step == state.skipped
+        known = axis.assume_invarying(sent_at) == state.step
+        if state.pending is None:
+            sent = jax.tree.leaves(state.sent.copies)
+        else:  # the copy of a split leaf has moved since, and the others are rounded masters
+            leaves = zip(self.slices, masters, self.total.placement.splits, strict=True)
+            sent = [copy if split else master.astype(copy.dtype) for copy, master, split in leaves]
+            known = jnp.ones((), bool)
+        found = zip(masters, self.slices, sent, strict=True)
+        return self.treedef.unflatten(_followed(*x, known, first) for x in found)
 
-        ``first``: no update has moved masters yet; all of them, if any, were skipped.
-        """
-        # All workers know the gap of a leaf that is not split. It is 0 after an update, since such
-        # leaves travel exactly, and larger if fewer workers, before a restart, split the leaf.
-        alike, splits = self.total.axis.assume_invarying(gaps), self.total.placement.splits
-        limits = [gaps[i] if split else alike[i] for i, split in enumerate(splits)]
-        found = zip(masters, self.slices, limits, strict=True)
-        return self.treedef.unflatten(_followed(x, copy, gap, first) for x, copy, gap in found)
-
-    def gaps(self, masters: Any, differences: list[Array], exactly: list[bool]) -> list[Any]:
-        """The largest distance of each leaf's masters from copies that have moved."""
-        moved_by, splits = _slices(differences, self.total), self.total.placement.splits
-        found = zip(jax.tree.leaves(masters), self.slices, moved_by, exactly, strict=True)
-        gaps = [
-            _distance(x, rounded_to(copy.dtype, x) if own else (copy + u).astype(copy.dtype))
-            for x, copy, u, own in found
-        ]
-        return [gap if split else 0.0 for gap, split in zip(gaps, splits, strict=True)]
+    def sent(self, state: ShardedState, added: list[Array]) -> Sent:
+        """The copy after an update of ``state``, to which users add these differences."""
+        if state.pending is not None:
+            return state.sent
+        pairs = zip(self.slices, _slices(added, self.total), strict=True)
+        copies = [_sum(copy, x) for copy, x in pairs]
+        return Sent(state.sent.step.after(state.step + 1), self.treedef.unflatten(copies))
 
     def exact_differences(self, masters: Any) -> list[Array]:
         """The differences of leaves that are not split, which all workers know, and zeros."""
@@ -573,17 +592,6 @@ class _Leaves(NamedTuple):
             jnp.zeros(x.shape, x.dtype) if split else master - x.astype(jnp.float32)
             for master, x, split in leaves
         ]
-
-    def on_other_axes(self, gaps: list[Any]) -> Array:
-        """The distances as f32[L]: the largest ones over other axes, which also split leaves."""
-        axis = self.total.axis
-        if not gaps:  # an optimizer for a part of the parameters may get none of them
-            return axis.to_varying(jnp.zeros(0, jnp.float32))
-        far = jnp.stack(list(map(axis.to_varying, map(jnp.float32, gaps))))
-        if names := tuple(sorted(self.sizes.keys() - {*axis.names})):
-            others = Axis(names)
-            far = others.pmax(others.to_varying(far))
-        return far
 
 
 class _Update(NamedTuple):
@@ -606,10 +614,9 @@ class _Update(NamedTuple):
         moved: tuple[bool, ...],
     ) -> tuple[Any, ShardedState]:
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
-        held, gaps = jax.tree.leaves(state.masters), state.gaps.own()
+        held, sent_at = jax.tree.leaves(state.masters), state.sent.step.own()
         given = self._leaves(state, held, params, op)
-        followed = given.followed(held, gaps, state.step == state.skipped)
-        state = dataclasses.replace(state, masters=followed)
+        state = dataclasses.replace(state, masters=given.followed(state, sent_at))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
         for_gradients, for_differences = jax.random.split(key)
 
@@ -633,18 +640,15 @@ class _Update(NamedTuple):
         if pending is None:
             exactly = given.total.gathers_exactly(describe_leaves(params))
             found = self._differences(masters, given, exactly, for_differences)
-            after = given.gaps(masters, found, exactly)
         else:
             pending.check_taken()
             found = given.exact_differences(masters)
             words = key_words(for_differences)
             pending = dataclasses.replace(pending, ready=finite, words=words)
-            # The copy moves after the update: no distance tells of a change.
-            after = [jnp.inf if split else 0.0 for split in given.total.placement.splits]
-        after = jnp.where(finite, given.on_other_axes(after), gaps)
-        added = given.treedef.unflatten(jnp.where(finite, x, jnp.zeros_like(x)) for x in found)
+        added = [jnp.where(finite, x, jnp.zeros_like(x)) for x in found]
         own = {"masters": masters, "inner": inner, "pending": pending}
-        return added, _counted(state, finite, norm, gaps=state.gaps.after(after), **own)
+        own["sent"] = given.sent(state, added)
+        return given.treedef.unflatten(added), _counted(state, finite, norm, **own)
 
     def _leaves(self, state: ShardedState, masters: list[Array], params: Any, op: Op) -> _Leaves:
         """The leaves of the parameters; checks their shapes and, at times, that they are equal."""
@@ -815,24 +819,27 @@ def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> Sha
     )
 
 
-def _followed(master: Array, copy: Array, gap: Array, first: Array) -> Array:
-    """The masters; a master takes its copy's value if the user has changed the copy.
+def _followed(master: Array, copy: Array, sent: Array, known: Array, first: Array) -> Array:
+    """The master, moved by as much as its copy has moved since it was ``sent``, if that is known.
 
     Before the first update, a master whose rounded value equals its copy is kept: it may have more
-    bits. Later the distance of a master from its copy may be ``gap``, plus some units in the last
-    place of the copy, since `optax.apply_updates` may round differently from `gaps`.
+    bits.
     """
-    value = copy.astype(jnp.float32)
-    kind = jnp.finfo(copy.dtype)
-    slack = 4 * float(kind.eps) * jnp.abs(value) + float(kind.tiny)
-    far = jnp.abs(master - value) > gap + slack
-    changed = jnp.where(first, master.astype(copy.dtype) != copy, far)
-    return jnp.where(changed, value, master)
+    value, before = copy.astype(jnp.float32), sent.astype(jnp.float32)
+    error, moved_by = master - before, value - before
+    # Loaded weights, and zeros of pruned ones, are kept to the bit: the error would be one of what
+    # was there before. Below 16 errors it is worth keeping, as where half of an update is applied.
+    # A copy that is, or was, infinite or NaN tells no distance.
+    small = jnp.abs(moved_by) <= 16 * jnp.abs(error)
+    moved = jnp.where(small & ~first, value + error, value)
+    changed = jnp.where(first, master.astype(copy.dtype) != copy, known & (copy != sent))
+    return jnp.where(changed, moved, master)
 
 
-def _distance(master: Array, copy: Array) -> Array:
-    """The largest distance of a slice's masters from its copies, f32."""
-    return jnp.max(jnp.abs(master - copy.astype(jnp.float32)), initial=0.0)
+def _sum(copy: Array, update: Array) -> Array:
+    """A parameter after `optax.apply_updates`, in its dtype."""
+    wide = copy.astype(jnp.float32) + update.astype(jnp.float32)
+    return wide.astype(copy.dtype)
 
 
 def _states(opt_state: Any) -> list[ShardedState]:
@@ -1010,7 +1017,7 @@ def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
 
 
 def _with_masters(state: ShardedState, params: Any) -> ShardedState:
-    axis = check_axis(state.gaps.axis_name)
+    axis = check_axis(state.sent.step.axis_name)
     masters, treedef = jax.tree.flatten(state.masters)
     leaves, count = describe_leaves(params), len(masters)
     placed, padding = state.splits[:count], state.padding[:count]
@@ -1038,7 +1045,11 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     pending = state.pending
     if pending is not None:  # the parameters are the copy: no differences are left to gather
         pending = dataclasses.replace(pending, ready=jnp.zeros_like(pending.ready))
-    return dataclasses.replace(state, masters=masters, pending=pending)
+    sent = state.sent
+    if sent.copies is not None:  # the parameters as updates get them
+        copies = jax.tree.map(lambda x, like: x.astype(like.dtype), masters, sent.copies)
+        sent = sent._replace(copies=copies)
+    return dataclasses.replace(state, masters=masters, pending=pending, sent=sent)
 
 
 def _norm(slices: list[Array], placed: list[P]) -> Array:

@@ -30,9 +30,11 @@ class Part(Serializable):
     Attributes:
       later: fields that the states of earlier versions do not have. `restore_state` starts them as
         `init` does.
+      former: fields that states of earlier versions have, and this one does not.
     """
 
     later: ClassVar[tuple[str, ...]] = ()
+    former: ClassVar[tuple[str, ...]] = ()
 
     def specs(self) -> Any:
         """A tree like the part, of PartitionSpecs."""
@@ -157,9 +159,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
     """Returns ``saved`` for the workers of ``fresh``; a warning says what was reset.
 
     If the number of workers is unchanged, this is ``saved``, bit for bit. If it has changed, the
-    memories of methods are reset, since they differ between workers, and ``gaps`` of `ShardedState`
-    are the largest of all workers. Fields that states of an earlier version do not have, such as
-    ``norm`` of `ShardedState`, also start from their initial values. Leaves that `sharded` pads may
+    memories of methods are reset, since they differ between workers. Fields that states of an
+    earlier version do not have, such as ``norm`` of `ShardedState`, also start from their initial
+    values. Leaves that `sharded` pads may
     end with another number of zeros, or with none, for another number of workers or in states of
     earlier versions. If a saved leaf has no place, an error names it.
 
@@ -196,11 +198,11 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
             values = [_as(like, x) for x, like in pairs]
         elif then[0] is None and names[0] in later:
             values = [_zeros(x) if isinstance(x, jax.ShapeDtypeStruct) else x for x in now]
-            notes.append(f"{shown(names[0])} was not saved and starts anew")
+            notes.append(f"{shown(later[names[0]])} was not saved and starts anew")
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             remedy = "pass the optimizer and the parameters that it was saved with"
-            if "gaps" in names[0] and not _parts(fresh):  # their types are lost
+            if not _parts(fresh) and any("sent" in name for name in old):  # their types are lost
                 remedy = (
                     "fresh does not say which leaves depend on the number of workers; in the place "
                     "of nnx.state(optimizer) pass the nnx.Optimizer itself"
@@ -228,9 +230,11 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
                 note = f"was reset, from {shapes[0][0]} to {workers}"
             notes += [] if part.largest else [f"{shown(name_of(path))} {note}"]
         done.append(jax.tree.unflatten(inner, values))
-    _check_places(list(old), parts)
+    former = {(*name_of(path), field) for path, part in _parts(fresh) for field in part.former}
+    is_former = lambda name: any(name[:n] in former for n in range(len(name) + 1))
+    _check_places([name for name in old if not is_former(name)], parts)
     if notes:
-        warn("opt_state: " + "; ".join(notes))
+        warn("opt_state: " + "; ".join(dict.fromkeys(notes)))
     return jax.tree.unflatten(treedef, done)
 
 
@@ -276,11 +280,11 @@ def _parts(fresh: Any) -> list[tuple[tuple, Part]]:
     return [(path, part) for path, part in leaves if is_part(part)]
 
 
-def _later(fresh: Any) -> set[Name]:
-    """The names of leaves that states of earlier versions do not have."""
+def _later(fresh: Any) -> dict[Name, Name]:
+    """The fields of leaves that states of earlier versions do not have; all by their names."""
     key, leaves_of = jax.tree_util.GetAttrKey, jax.tree_util.tree_leaves_with_path
     return {
-        name_of((*path, key(field), *own))
+        name_of((*path, key(field), *own)): name_of((*path, key(field)))
         for path, part in _parts(fresh)
         for field in part.later
         for own, _ in leaves_of(getattr(part, field))

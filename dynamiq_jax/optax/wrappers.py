@@ -69,7 +69,15 @@ _WRAPPERS = {
         _AFTER,
         f"It needs whole gradients, which dq.optax.all_reduce has. {_AFTER}",
     ),
+    "sam": _Wrapper(
+        "optax.contrib",
+        "climbs along each worker's own gradients, so that parameters would differ",
+        _AFTER,
+        f"{_INSIDE}, with an adv_optimizer of single coordinates such as optax.sgd",
+    ),
 }
+_PASS_ON = {"masked", "partition", "inject_hyperparams", "with_extra_args_support"}
+"""Functions of optax around a transformation that leave its updates as they are."""
 
 
 def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
@@ -100,24 +108,32 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     warn(message)
 
 
-def check_following() -> None:
-    """Refuses transformations after ``update`` of `sharded` in a chain.
+def check_deferred() -> None:
+    """Refuses what would change the updates of ``deferred=True``, around them or later in a chain.
 
-    They change the copy's updates, and the next difference brings back what they took away.
+    They are zeros, and the next step's differences know of no change. The state cannot tell either:
+    so this looks at the functions of optax that are on the stack.
     """
     frame = sys._getframe()
     while frame is not None:
-        code = frame.f_code
-        if code.co_qualname == "chain.<locals>.update_fn" and code.co_filename.startswith(_FOLDER):
-            members = list(frame.f_locals["update_fns"])
-            later = [_root(x) for x in members[members.index(frame.f_locals["fn"]) + 1 :]]
-            if names := [name for name in later if name not in ("identity", "zero_nans")]:
-                raise ValueError(
-                    f"{', '.join(names)} comes after dq.optax.sharded in optax.chain: it changes "
-                    "the updates of the copy, and masters keep what it takes away, so that the "
-                    "next difference undoes it. Pass dq.optax.sharded(optax.chain(inner, "
-                    f"{names[0]}(...)), ...), or exact compression=dq.F32()"
-                )
+        name, local = frame.f_code.co_qualname.partition(".")[0], frame.f_locals
+        if not frame.f_code.co_filename.startswith(_FOLDER) or name in _PASS_ON:
+            changes = []
+        elif name == "chain":
+            members = list(local["update_fns"])
+            changes = [_root(x) for x in members[members.index(local["fn"]) + 1 :]]
+        elif name == "named_chain":
+            members = [own for own, _ in local["transforms"]]
+            later = local["transforms"][members.index(local["name"]) + 1 :]
+            changes = [_root(own.update) for _, own in later]
+        else:
+            changes = [name]
+        if names := [x for x in changes if x not in ("identity", "zero_nans")]:
+            raise ValueError(
+                f"{', '.join(names)} would change the updates of dq.optax.sharded(..., "
+                "deferred=True), which are zeros: the differences come in the next step. Pass "
+                f"dq.optax.sharded(optax.chain(inner, {names[0]}(...)), ...), or leave out deferred"
+            )
         frame = frame.f_back
 
 

@@ -1,4 +1,4 @@
-"""Runs the blocks of Python of the pages, recipes and the examples, on the devices of this machine.
+"""Runs the pages' blocks of Python and commands, recipes and examples, on this machine's devices.
 
     make test-gpu-pages
     python tests/gpu/gpu_pages.py --only 'recipe (hsdp|grid)' --limit 60
@@ -57,6 +57,17 @@ HOSTS = {
 """Arguments of examples on two hosts, where each has a process."""
 
 
+COMMANDS = re.compile(
+    r"dynamiq-jax (bench|explain|error|advise|simulate) .*-"
+    r"|python (benchmarks/(coding_kernels|step_time|crossover)\.py|examples/train_\w+\.py|-$)"
+)
+"""Commands of pages that run in one process, and how they begin; others are for hosts."""
+WRITES = re.compile(
+    r"--(json|write|gradients|measured)|\.json|FILE|NAME|--workers N|-ms$|10\.0\.0\."
+)
+"""What stands for files, numbers or hosts of the reader, and commands that leave files."""
+
+
 class Row(NamedTuple):
     """Commands of one row of the table, or the reason why they do not run."""
 
@@ -100,6 +111,34 @@ def missing(code: str) -> str:
     return ", ".join(sorted(name for name in names - found if find_spec(name) is None))
 
 
+def commands() -> Iterator[Row]:
+    """The commands of pages that a machine with GPUs can run, once each."""
+    if lacks := ", ".join(name for name in ("pytest", "typer") if find_spec(name) is None):
+        yield Row("commands", [], "", f"needs {lacks}")
+        return
+    sys.path[:0] = [
+        str(ROOT / folder) for folder in ("tests", "benchmarks", "benchmarks/evidence", ".")
+    ]
+    from test_commands_in_docs import PAGES, found_in
+
+    seen = set()
+    for page in PAGES:
+        for command in found_in((ROOT / page).read_text()):
+            text = " ".join(command.words)
+            if not COMMANDS.match(text) or WRITES.search(text):
+                continue
+            program, *args = command.words
+            if args == ["-"]:
+                called = ["block.py"]
+            elif program == "dynamiq-jax":
+                called = ["-m", "dynamiq_jax", *args]
+            else:
+                called = [str(ROOT / args[0]), *args[1:]]
+            if (text, command.code) not in seen:
+                seen.add((text, command.code))
+                yield Row(f"{page}: {text}", [[sys.executable, *called]], command.code)
+
+
 def rows(machine: Machine) -> Iterator[Row]:
     """Every row for a machine, those that cannot run there with the reason."""
     for name, code in pages().items():
@@ -117,6 +156,7 @@ def rows(machine: Machine) -> Iterator[Row]:
         file = ROOT / "examples" / name
         reason = f"needs {lacks}" if (lacks := missing(file.read_text())) else ""
         yield Row(f"example {name}", [[sys.executable, str(file), *c] for c in calls], "", reason)
+    yield from commands()
     kind = "--devices" if machine.virtual else "--gpus"
     hosts = [sys.executable, str(ROOT / "benchmarks/hosts.py"), "--hosts", "2", kind, "1", "--"]
     for name, args in HOSTS.items():

@@ -35,7 +35,7 @@ SIZES = (2**18, 2**17 + 3 * 256, 100_003)
 @pytest.mark.parametrize(
     "dtype", daily([jnp.float32, jnp.bfloat16], [jnp.bfloat16]), ids=["f32", "bf16"]
 )
-@pytest.mark.parametrize("name", daily(FORMATS, [*FORMATS][::3]))
+@pytest.mark.parametrize("name", daily(FORMATS, ["default", "large groups", "dither, odd widths"]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_same_bits_as_the_reference(backend, name, dtype):
     fmt, size = FORMATS[name], SIZES[len(name) % len(SIZES)]
@@ -50,7 +50,7 @@ def test_same_bits_as_the_reference(backend, name, dtype):
 
 
 @pytest.mark.parametrize("super_group_size", daily([128, 256, 1024, 2048], [256]))
-@pytest.mark.parametrize("dtype", daily([*DTYPES, jnp.float16], DTYPES))
+@pytest.mark.parametrize("dtype", daily([*DTYPES, jnp.float16], [jnp.bfloat16]))
 @pytest.mark.parametrize("size", daily(SIZES, [100_003]))
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_statistics_agree_to_rounding(backend, size, dtype, super_group_size):
@@ -72,7 +72,7 @@ def test_statistics_agree_to_rounding(backend, size, dtype, super_group_size):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("shards", "chunks", "size", "padding"),
-    daily([(1, 8, 4096, 0), (1, 1, 8, 3), (2, 1, 2**17 + 64, 9), *DEALT], DEALT),
+    daily([(1, 8, 4096, 0), (1, 1, 8, 3), (2, 1, 2**17 + 64, 9), *DEALT], DEALT[1:]),
 )
 def test_super_groups_are_dealt_as_by_the_reference(backend, shards, chunks, size, padding):
     deal = jax.jit(lambda energy: [dealt(energy, chunks, size, of) for of in ("jnp", backend)])
@@ -99,7 +99,7 @@ def test_plans_are_those_of_the_reference(size):
 
 
 @pytest.mark.parametrize("finite", daily([True, False], [False]), ids=["finite", "not finite"])
-@pytest.mark.parametrize("name", daily(MX, [*MX][::2]))
+@pytest.mark.parametrize("name", daily(MX, ["e4m3, nearest", "e2m1, nearest"]))
 def test_mx_kernels_give_the_bits_of_xla(name, finite):
     """XLA's program runs on the GPU, too, where sums keep subnormal numbers."""
     dtype, size = (jnp.bfloat16, 100_003) if len(name) % 2 else (jnp.float32, 2**17)

@@ -12,8 +12,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from dynamiq_jax.methods.base import Collective
 from dynamiq_jax.methods.dynamiq.allocation import Allocation, width_upgrades
 from dynamiq_jax.topologies import Stage
@@ -113,24 +111,22 @@ class Layout:
         """The number of super-groups that one worker samples from."""
         return self.shard_rows if self.collective == "all_gather" else self.rows
 
-    def widths(self, stage: int) -> np.ndarray:
-        """The width of each tile of a chunk without a plan, int[T].
+    def widths(self, stage: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The widths of a chunk's tiles without a plan: two pairs, a number of tiles and a width.
 
         All tiles get the largest width that fits the payload for all of them, and the first tiles
         get the next larger width with the words that are left.
         """
         fmt, tiles = self.fmt, self.chunk_tiles
         width, upgrades = width_upgrades(fmt)
-        widths = np.full(tiles, width)
         left = self.payload_words[stage] - tiles * fmt.tile_words(width)
         for upgrade in upgrades:
             # Of the first upgrade that does not fit for all tiles, some get it, and none get more.
             wider = min(tiles, max(left, 0) // upgrade.words)
-            widths[:wider] = upgrade.width
-            left -= wider * upgrade.words
             if wider < tiles:
-                break
-        return widths
+                return (wider, upgrade.width), (tiles - wider, width)
+            width, left = upgrade.width, left - wider * upgrade.words
+        return (0, width), (tiles, width)
 
     @property
     def stats_bits(self) -> int:
@@ -212,7 +208,7 @@ def make_layout(
     layout = dataclasses.replace(layout, payload_words=words)
     if not planned:
         # The widths are known now: the format needs no others, and payloads carry NaN in scales.
-        used = {int(w) for stage in range(len(words)) for w in np.unique(layout.widths(stage))}
+        used = {int(w) for stage in range(len(words)) for count, w in layout.widths(stage) if count}
         fmt = dataclasses.replace(fmt, widths=tuple(sorted(used)), carries_nan=True)
         layout = dataclasses.replace(layout, fmt=fmt)
     return layout

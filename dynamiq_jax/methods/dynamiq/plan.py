@@ -160,11 +160,15 @@ def even_plan(samples: Float[Array, "2 samples"], seed: Seed, layout: Layout) ->
     # Padding has no energy, so the mean over all super-groups is smaller than that over rows.
     energy = known * np.float32(layout.rows / layout.super_groups)
     nothing, tiles = jnp.zeros(layout.super_groups, jnp.float32), []
+    # Computed: a constant table of all tiles would be megabytes of program.
+    number = jnp.arange(layout.chunk_tiles, dtype=jnp.int32)
     for stage in range(len(layout.payload_words)):  # all chunks have the same records
-        widths = layout.widths(stage)
-        words = np.array([layout.fmt.tile_words(w) for w in range(17)])[widths]
+        (first, wide), (_, narrow) = layout.widths(stage)
         # A record starts where the record of the tile before it ends.
-        records = pack_tiles(np.cumsum(words) - words, widths).astype(np.int32)
+        offset = number * layout.fmt.tile_words(narrow)
+        longer = layout.fmt.tile_words(wide) - layout.fmt.tile_words(narrow)
+        offset += jnp.minimum(number, first) * longer
+        records = pack_tiles(offset, jnp.where(number < first, wide, narrow))
         tiles.append(jnp.broadcast_to(records, (layout.chunks, layout.chunk_tiles)))
     return Plan(
         order=_order_of_numbers(layout),
