@@ -26,7 +26,9 @@ from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
 from dynamiq_jax.topologies.xla import jit
 from dynamiq_jax.training.in_backward import fsdp
+from dynamiq_jax.training.layers import Scanned
 from dynamiq_jax.training.pipeline import overlapped
+from dynamiq_jax.training.scan import scan
 from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "Hierarchical",
     "Policy",
     "Ring",
+    "Scanned",
     "all_gather",
     "all_to_all",
     "explain",
@@ -54,6 +57,7 @@ __all__ = [
     "psum_scatter",
     "reduce",
     "save_model_tree",
+    "scan",
     "value_and_grad",
     "with_sharding_constraint",
 ]

@@ -105,7 +105,9 @@ class Weights:
 
 def test_reductions_of_layers_alike_are_traced_once(monkeypatch):
     traced = []
-    monkeypatch.setattr(interleaved, "cut", lambda *args: traced.append(args) or cut(*args))
+    monkeypatch.setattr(
+        interleaved, "cut", lambda *args, **small: traced.append(args) or cut(*args, **small)
+    )
     layers = Weights(jnp.ones((5, 8, 8)), jnp.ones((5, 8)))
     each = [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(5)]
     layer = lambda w, x: jnp.tanh(x @ w.kernel) + w.bias[None]

@@ -70,7 +70,9 @@ def in_pipeline(params, x, **options):
 def test_gradients_travel_once_in_few_bits_after_a_round_of_statistics(monkeypatch):
     """One round less than an all-reduce; no gradient is gathered."""
     seen = []
-    monkeypatch.setattr(interleaved, "cut", lambda *args: seen.append(cut(*args)) or seen[-1])
+    monkeypatch.setattr(
+        interleaved, "cut", lambda *args, **small: seen.append(cut(*args, **small)) or seen[-1]
+    )
     size, method = 512, dataclasses.replace(CHEAP, topology=dq.Direct())
     options = {"axis_name": "data", "specs": [P("data")], "compression": method}
 

@@ -141,6 +141,20 @@ class Axis:
 
         return jax.tree.map(cast, tree) if self.tracked else tree
 
+    def inexact_to_varying(self, tree: Any) -> Any:
+        """`to_varying` of the leaves of floating-point dtypes."""
+        moves = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+        return jax.tree.map(lambda x: self.to_varying(x) if moves(x) else x, tree)
+
+    def like(self, tree: Any, other: Any) -> Any:
+        """``tree``, whose leaves are cast to varying where those of the ``other`` tree vary."""
+
+        def cast(x: Any, y: Any) -> Any:
+            missing = tuple(sorted(varying_axes(y) - varying_axes(x)))
+            return lax.pcast(x, missing, to="varying") if missing else x
+
+        return jax.tree.map(cast, tree, other)
+
     def assume_invarying(self, x: Array) -> Array:
         """``x``, which has the same bits on all workers; from here JAX types it as replicated."""
         return x if self.groups is not None else assume_invarying(x, self.names)

@@ -337,6 +337,23 @@ class Progress:
         """The number of remaining calls of `exchange` before the one with the payload."""
         return max(0, self._traced.payload - self._round)
 
+    @property
+    def held(self) -> dict[Slot, Array]:
+        """The values that the rest of the call takes, such as an encoded payload."""
+        traced = self._traced
+        left = [operation for moves in traced.rounds[self._round :] for operation in moves]
+        taken = [op.takes for op in (*left, *traced.late, *traced.views)]
+        taken += [own.takes for own in traced.computations[self._round + self.computed :]]
+        needed = {*slots(itertools.chain(*taken, traced.makes))} - traced.constants.keys()
+        return {slot: self._values[slot] for slot in sorted(needed & self._values.keys())}
+
+    def holding(self, held: Mapping[Slot, Array]) -> "Progress":
+        """A call in the same state, of which this is `held`: in a loop that of the turn before."""
+        values = {**self._traced.constants, **held}
+        found = Progress(self._traced, values, list(self._waits), self._round)
+        found.computed = self.computed
+        return found
+
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call with this `payload`; its last kernels have not run."""
         values = {**self._traced.constants, **payload}

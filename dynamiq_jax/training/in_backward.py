@@ -170,11 +170,11 @@ class Reducer:
         self.gathers = total.placement.is_split and copies is None
         """Whether any leaf is a shard that has no copy."""
         self._by_name = specs is not None or compression.by_path or compression.exclude is not None
-        self._axis, self._caller, self.specs = total.axis, caller, specs
+        self.axis, self._caller, self.specs = total.axis, caller, specs
 
     def moving(self, gradients: Any) -> Any:
         """The gradients, except those of integers, which are float0."""
-        if self._axis.tracked and transposes_a_map():
+        if self.axis.tracked and transposes_a_map():
             raise ValueError(
                 f"{self._caller} found jax.grad outside of jax.shard_map, where the derivative of "
                 "a loss that is averaged over workers has a 1 / n of its own and the mean of "
@@ -202,11 +202,26 @@ class Reducer:
         def gradient_of(own: Any) -> Any:
             if not jnp.issubdtype(own.dtype, jnp.inexact):
                 return np.zeros(own.shape, jax.dtypes.float0)
-            axes = tuple(name for name in self._axis.names if name in varying_axes(own))
+            axes = tuple(name for name in self.axis.names if name in varying_axes(own))
             gradient = next(found).astype(own.dtype)
             return Axis(axes).to_varying(gradient) if axes else gradient
 
         return self._treedef.unflatten(map(gradient_of, self._leaves))
+
+    def rows(self, length: int) -> list[Array]:
+        """Zeros in the place of reduced gradients of so many layers, each like the parameters."""
+        moving = [x for x in self._leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        return [self.axis.like(jnp.zeros((length, *x.shape), x.dtype), x) for x in moving]
+
+    def stacked(self, rows: list[Array], length: int) -> Any:
+        """A tree of the `rows`, and of float0 for integers."""
+        found = iter(rows)
+        return self._treedef.unflatten(
+            next(found)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+            else np.zeros((length, *x.shape), jax.dtypes.float0)
+            for x in self._leaves
+        )
 
 
 def constant_copies(copies: Any) -> Any:

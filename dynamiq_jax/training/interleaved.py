@@ -1,16 +1,20 @@
 """Reductions and gathers that are under way beside other work, round by round."""
 
+import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.seeds import fold_seeds
-from dynamiq_jax.jaxprs.phases import Progress, Slot, Traced, cut, seeds_of
+from dynamiq_jax.jaxprs.phases import SMALL, Progress, Slot, Traced, cut, seeds_of
+from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.training.in_backward import Reducer
 
 LATE = 4
@@ -27,11 +31,15 @@ class Seeds:
         self._words = None if words is None else fold_seeds(words, range(count))
         self._rows: list[tuple[Traced, dict[Slot, Array]]] = []
 
-    def words(self, number: int) -> Array | None:
+    def words(self, number: Any) -> Array | None:
         """The seed words of function ``number``: the key's words, with the number folded in."""
         return None if self._words is None else self._words[number]
 
-    def of(self, traced: Traced, number: int) -> dict[Slot, Array]:
+    def of_layers(self, number: int, count: int) -> "Seeds":
+        """The seeds of a function's layers, of which the row's number is folded in."""
+        return Seeds(self.words(number), count)
+
+    def of(self, traced: Traced, number: Any) -> dict[Slot, Array]:
         """The values of ``traced.seeds`` in function ``number``."""
         rows = next((rows for known, rows in self._rows if known is traced), None)
         if rows is None:
@@ -49,27 +57,77 @@ class Traces:
         self._known: list[tuple[Any, Traced]] = []
 
     def start(
-        self, function: Callable, own: Any, seeds: Seeds, number: int, alike: Any
-    ) -> Progress:
+        self, function: Callable, own: Any, seeds: Seeds, number: Any, alike: Any,
+        *, small: int = SMALL,
+    ) -> Progress:  # fmt: skip
         """A call ``function(own, words)``, with the seed words of function ``number``.
 
         Functions count as equal if ``alike`` is, and the types of ``own``.
         """
         words = seeds.words(number)
-        likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike))
+        likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike, small))
         found = (traced for other, traced in self._known if other == likeness)
         if (traced := next(found, None)) is None:
             shapes = jax.make_jaxpr(function, return_shape=True)(own, words)
-            traced = cut(*shapes, 0 if words is None else 1)
+            traced = cut(*shapes, 0 if words is None else 1, small=small)
             self._known.append((likeness, traced))
         return Progress.start(traced, own, words, seeds=seeds.of(traced, number))
+
+
+class Gathers(NamedTuple):
+    """How a pass gathers parameters for one function, or for each layer of a scan."""
+
+    axis: Axis
+    reducer: Reducer
+    seeds: Seeds
+    traces: Traces
+    pending: Pending | None
+    keeps: bool
+    """Whether payloads are kept for the backward pass."""
+
+    def start(self, own: Any, number: Any, payload: Any = None) -> Progress | None:
+        """The gather of shards or differences, not started yet; `None`: nothing is gathered.
+
+        If the payload of an equal gather is passed, the gather continues after the payload's
+        arrival.
+        """
+        specs, pending = self.reducer.specs, self.pending
+        if pending is not None:
+
+            def current(own: Any, words: Array) -> Any:
+                (masters, copies), ready = own
+                told = dataclasses.replace(pending, ready=ready)
+                return told.current(masters, copies, words, specs)
+
+            own = own, pending.ready
+            return self.traces.start(current, own, self.seeds, number, specs)
+        if not self.reducer.gathers:
+            return None
+        progress = self.traces.start(self.reducer.whole, own, self.seeds, number, specs)
+        return progress if payload is None else progress.arrived(payload)
+
+
+class Beside(NamedTuple):
+    """Gathers of the functions that follow, beside one function of a forward pass."""
+
+    coming: Progress | None
+    second: Progress | None
+    third: Progress | None
+
+    def send(self, passing: Any) -> Any:
+        """``passing``, after which the next function's parameters are on their way."""
+        return send(self.coming, announce(self.second, self.third, passing))
+
+    def arrive(self, passing: Any) -> Any:
+        """``passing``, which waits for them."""
+        return arrive(self.coming, passing)
 
 
 class Pipeline:
     """Reductions on their way, one round of collectives after the other."""
 
-    def __init__(self, seeds: Seeds):
-        self._seeds, self._traces = seeds, Traces()
+    def __init__(self, seeds: Seeds, traces: Traces | None = None):
+        self._seeds, self._traces = seeds, traces or Traces()
         self._ready: list[Progress] = []
         """Reductions that go on to their next collectives: all that are not done."""
         self._done: list[Progress] = []
@@ -79,15 +137,18 @@ class Pipeline:
         self,
         reducer: Reducer,
         pull: Callable,
-        number: int,
+        number: Any,
         gradient: Any,
         coming: Progress | None,
+        *,
+        seeds: Seeds | None = None,
     ) -> tuple[Progress, Any]:
         """Takes the backward pass through one function and begins the reduction of its gradients.
 
         Returns the reduction and the gradient of the function's input. This gradient waits for the
         transfers beside the function, for the kernels that make of them what is sent next, for the
-        gather that is ``coming``, and for the last kernels of all but `LATE` reductions.
+        gather that is ``coming``, and for the last kernels of all but `LATE` reductions. A layer of
+        a scan has ``seeds`` of its own.
         """
         for progress in self._ready:
             progress.exchange()
@@ -95,12 +156,49 @@ class Pipeline:
         own, gradient = together(reducer.moving(own), gradient)
         gradient = arrive(coming, gradient)
         alike = reducer.specs, reducer.copied
-        begun = self._traces.start(reducer.reduce, own, self._seeds, number, alike)
+        # In a loop late sums cannot join those of other layers: they travel in the first round.
+        small = SMALL if seeds is None else 0
+        seeds = seeds or self._seeds
+        begun = self._traces.start(reducer.reduce, own, seeds, number, alike, small=small)
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
         now, self._done = self._done[:-LATE], self._done[-LATE:]
         return begun, hold([*self._ready, *now], gradient)
+
+    @contextlib.contextmanager
+    def beside_a_loop(self, begun: Progress) -> Iterator[Progress | None]:
+        """A block with a loop over layers. It gets the reduction that has ``begun``, to carry it.
+
+        That one is ready to send its payload, or `None` if nothing moves. The other reductions have
+        one round beside the whole loop.
+        """
+        begun.prepare()
+        others = [progress for progress in self._ready if progress is not begun]
+        for progress in others:
+            progress.exchange()
+        self._ready = []
+        yield None if begun.done else begun
+        self._ready = [*self._compute(others), *self._ready]
+
+    def inside(self, before: Progress | None) -> "Pipeline":
+        """The pipeline in a turn of the loop, with the reduction that the turn before has begun."""
+        found = Pipeline(self._seeds, self._traces)
+        found._ready = [] if before is None else [before]
+        return found
+
+    def settle(self, begun: Progress) -> None:
+        """Runs reductions to their ends, and that which has ``begun`` up to its payload."""
+        left = lambda x: x.light_left if x is begun else x.rounds_left
+        while moving := [progress for progress in self._ready if left(progress)]:
+            for progress in moving:
+                progress.exchange()
+            self._compute(moving)
+
+    def goes_on(self, progress: Progress) -> Progress:
+        """Takes up the reduction that a loop has carried."""
+        self._ready.append(progress)
+        return progress
 
     def finish(self) -> None:
         """Runs all rounds that are left.
@@ -201,3 +299,17 @@ def together(*trees: Any) -> tuple[Any, ...]:
     moving = list(filter(passes, leaves))
     held = iter(map(as_before, lax.optimization_barrier(moving), moving))
     return treedef.unflatten(next(held) if passes(x) else x for x in leaves)
+
+
+def without(pull: Callable, known: Any) -> Callable:
+    """A function of the arrays in ``known`` that returns ``pull``, and keeps no copy of them."""
+    leaves, treedef = jax.tree.flatten(pull)
+    places = {id(x): place for place, x in enumerate(jax.tree.leaves(known))}
+    found = [places.get(id(x)) for x in leaves]
+    kept = [x for x, place in zip(leaves, found, strict=True) if place is None]
+
+    def pull_of(kept: list[Array], known: Any) -> Callable:
+        given, rest = jax.tree.leaves(known), iter(kept)
+        return treedef.unflatten(next(rest) if at is None else given[at] for at in found)
+
+    return jax.tree_util.Partial(pull_of, kept)

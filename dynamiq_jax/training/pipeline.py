@@ -24,7 +24,6 @@ in the same way, and added to the copies::
 The backward pass needs no gather: it uses the copies that the caller gets back.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +39,18 @@ from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.reduction.reduction import Reduction, gathers_of
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
-from dynamiq_jax.training.interleaved import Pipeline, Seeds, Traces, announce, arrive, send
+from dynamiq_jax.training.interleaved import (
+    Beside,
+    Gathers,
+    Pipeline,
+    Seeds,
+    Traces,
+    announce,
+    arrive,
+    send,
+    without,
+)
+from dynamiq_jax.training.layers import Layers, Scanned
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -99,14 +109,16 @@ def overlapped(
     functions one by one.
 
     Args:
-      functions: each takes (its parameters, x) and returns the next function's x; any pytrees.
+      functions: each takes (its parameters, x) and returns the next function's x; any pytrees. A
+        `Scanned` function stands for one layer after the other, and its parameters are stacked.
       params: a pytree for every function.
       x: the input of the first function; it may contain integers and other types.
       axis_name: as for `psum`.
       op: "mean" or "sum".
       compression: as for `fsdp`.
-      key: as for `psum`; the index of the function is folded in.
-      specs: for every function a tree as for `fsdp`. If axes are automatic, all
+      key: as for `psum`; the index of the function is folded in, and that of a scanned layer.
+      specs: for every function a tree as for `fsdp`, of stacked leaves for a `Scanned` function:
+        ``P(None, "data")``. If axes are automatic, all
         collectives of a reduction are in one round.
       copies: as for `fsdp`, for every function; `None` for a function without copies.
         Functions take the copies, and the gradients of ``params`` are this worker's slices
@@ -135,13 +147,10 @@ def overlapped(
         _check_pending(pending, axis, told["copies"])
     parts = []
     for number, (function, own, spec, copy) in enumerate(zip(*told.values(), strict=True)):
-        reducer = Reducer(total, own, "overlapped", specs=spec, copies=copy)
-        parts.append(_Part(function, reducer, number))
-    chain = _Chain(axis, tuple(parts), Traces(), reshard_after_forward)
-    run = jax.custom_vjp(chain.run)
-    run.defvjp(chain.forward, chain.backward)
+        parts.append(part_of(function, total, number, own, specs=spec, copies=copy))
+    chain = Chain(axis, tuple(parts), Traces(), reshard_after_forward)
     constants = constant_copies(told["copies"])
-    x, current = run(told["params"], constants, x, key_words(key), pending)
+    x, current = chain.call(told["params"], constants, x, key_words(key), pending)
     if pending is None:
         return x
     leaves = jax.tree.leaves(lax.stop_gradient(current))
@@ -190,34 +199,87 @@ def _checked(functions: Any, **told: Any) -> dict[str, tuple]:
     return found
 
 
-class _Part(NamedTuple):
-    """One of the functions; its reducer gathers its shards and reduces its gradients."""
+class Single(NamedTuple):
+    """A part of `overlapped` that is one function."""
 
     function: Function
     reducer: Reducer
+    """Gathers its shards, and reduces its gradients."""
     number: int
 
+    def seeds(self, seeds: Seeds) -> Seeds:
+        """The seeds of all functions, of which one belongs to its number."""
+        return seeds
 
-class _Chain(NamedTuple):
+    def start(self, gathers: Gathers, taken: Any) -> Progress | None:
+        """The gather of its parameters, or `None`."""
+        return gathers.start(taken, self.number)
+
+    def run(self, gathers: Gathers, taken: Any, x: Any) -> tuple[Any, Any]:
+        """Its result without a derivative, and its parameters."""
+        progress = self.start(gathers, taken)
+        arrive(progress, send(progress, ()))
+        whole = taken if progress is None else progress.result
+        return self.function(gathers.axis.to_varying(whole), x), whole
+
+    def forward(
+        self, gathers: Gathers, taken: Any, mine: Progress | None, x: Any, beside: Beside
+    ) -> tuple[Any, Any, Any]:
+        """Its result, what `backward` needs, and its parameters."""
+        whole = taken if mine is None else mine.result
+        x = beside.send(x)
+        x, pull = jax.vjp(self.function, gathers.axis.to_varying(whole), x)
+        x = beside.arrive(x)
+        if mine is None or gathers.pending is not None:  # the caller keeps current copies whole
+            return x, (pull, None, None), whole
+        payload = mine.payload if gathers.keeps else None
+        return x, (without(pull, whole), taken, payload), whole
+
+    def last_gather(self, gathers: Gathers, kept: Any) -> Progress | None:
+        """The gather that the backward pass needs."""
+        _, taken, payload = kept
+        return gathers.start(taken, self.number, payload)
+
+    def backward(
+        self,
+        gathers: Gathers,
+        kept: Any,
+        gather: tuple[Progress | None, Progress | None],
+        pipeline: Pipeline,
+        gradient: Any,
+    ) -> tuple[Callable[[], Any], Any]:
+        """A function that gives its reduced gradients in the end, and the gradient of its x."""
+        (pull, _, _), (mine, before) = kept, gather
+        pull = pull if mine is None else pull(mine.result)
+        begun, gradient = pipeline.step(self.reducer, pull, self.number, gradient, before)
+        return lambda: self.reducer.joined(begun.result), gradient
+
+
+class Chain(NamedTuple):
     """The functions of one `overlapped`, with its forward and backward passes."""
 
     axis: Axis
-    parts: tuple[_Part, ...]
+    parts: tuple[Single | Layers, ...]
     traces: Traces
     """The traces of gathers."""
     reshards: bool
+
+    def call(
+        self, params: Any, copies: Any, x: Any, words: Array | None, pending: Pending | None
+    ) -> tuple[Any, Any]:
+        """As `run`, with its derivative."""
+        run = jax.custom_vjp(self.run)
+        run.defvjp(self.forward, self.backward)
+        return run(params, copies, x, words, pending)
 
     def run(
         self, params: Any, copies: Any, x: Any, words: Array | None, pending: Pending | None
     ) -> tuple[Any, Any]:
         """The last function's result without a derivative, and the copies if they are pending."""
         taken, current = self._taken(params, copies, pending), []
-        seeds = self._seeds(words, pending)
-        for part, own in zip(self.parts, taken, strict=True):
-            progress = self._gather(part, own, seeds, pending)
-            arrive(progress, send(progress, ()))
-            whole = own if progress is None else progress.result
-            x = part.function(self.axis.to_varying(whole), x)
+        ways = self._gathers(self._seeds(words, pending), pending)
+        for part, gathers, own in zip(self.parts, ways, taken, strict=True):
+            x, whole = part.run(gathers, own, x)
             current.append(whole)
         return x, None if pending is None else tuple(current)
 
@@ -226,45 +288,33 @@ class _Chain(NamedTuple):
     ) -> tuple[Any, Any]:
         """The result of `run`, and the values that the backward pass needs."""
         taken, kept, current = self._taken(params, copies, pending), [], []
-        seeds = self._seeds(words, pending)
-        pairs = zip(self.parts, taken, strict=True)
-        gathers = [self._gather(*pair, seeds, pending) for pair in pairs]
-        later = [*gathers, None, None, None]
-        x = send(gathers[0], announce(later[1], later[2], x))
-        x = arrive(gathers[0], x)
-        for number, (part, own, mine) in enumerate(zip(self.parts, taken, gathers, strict=True)):
-            coming, second, third = later[number + 1 : number + 4]
-            whole = own if mine is None else mine.result
-            x = send(coming, announce(second, third, x))
-            x, pull = jax.vjp(part.function, self.axis.to_varying(whole), x)
-            x = arrive(coming, x)
+        ways = self._gathers(self._seeds(words, pending), pending)
+        rows = [*zip(self.parts, ways, taken, strict=True)]
+        found = [part.start(gathers, own) for part, gathers, own in rows]
+        later = [*found, None, None, None]
+        x = send(found[0], announce(later[1], later[2], x))
+        x = arrive(found[0], x)
+        for number, (part, gathers, own) in enumerate(rows):
+            beside = Beside(*later[number + 1 : number + 4])
+            x, needs, whole = part.forward(gathers, own, found[number], x, beside)
+            kept.append(needs)
             current.append(whole)
-            if mine is None or pending is not None:  # the caller keeps the current copies whole
-                kept.append((pull, None, None))
-            else:
-                payload = None if self.reshards else mine.payload
-                kept.append((_without_parameters(pull, whole), own, payload))
         return (x, None if pending is None else tuple(current)), (kept, words)
 
     def backward(self, kept: Any, gradients: Any) -> tuple[Any, None, Any, None, None]:
         """The gradients of the parameters, reduced, and of ``x``; current copies have none."""
-        gradient, _ = gradients
-        (pulls, shards, payloads), words = zip(*kept[0], strict=True), kept[1]
+        (gradient, _), (kept, words) = gradients, kept
         seeds = self._seeds(words, None)
-        pipeline, begun = Pipeline(seeds), []
-        triples = zip(self.parts, shards, payloads, strict=True)
-        gathers = [self._gather(part, own, seeds, None, payload) for part, own, payload in triples]
-        gradient = arrive(gathers[-1], send(gathers[-1], gradient))
-        before = [None, *gathers[:-1]]
-        for part, pull, mine, coming in reversed(
-            [*zip(self.parts, pulls, gathers, before, strict=True)]
-        ):
-            pull = pull if mine is None else pull(mine.result)
-            progress, gradient = pipeline.step(part.reducer, pull, part.number, gradient, coming)
-            begun.append(progress)
+        pipeline, finals = Pipeline(seeds), []
+        rows = [*zip(self.parts, self._gathers(seeds, None), kept, strict=True)]
+        found = [part.last_gather(gathers, needs) for part, gathers, needs in rows]
+        gradient = arrive(found[-1], send(found[-1], gradient))
+        before = zip(found, [None, *found[:-1]], strict=True)
+        for (part, gathers, needs), gather in reversed([*zip(rows, before, strict=True)]):
+            final, gradient = part.backward(gathers, needs, gather, pipeline, gradient)
+            finals.append(final)
         pipeline.finish()
-        pairs = zip(self.parts, reversed(begun), strict=True)
-        return tuple(part.reducer.joined(p.result) for part, p in pairs), None, gradient, None, None
+        return tuple(final() for final in reversed(finals)), None, gradient, None, None
 
     def _taken(self, params: Any, copies: Any, pending: Pending | None) -> list[Any]:
         """The inputs of each function or its gather: copies, or parameters if there are none.
@@ -274,50 +324,24 @@ class _Chain(NamedTuple):
         pairs = list(zip(params, copies, strict=True))
         if pending is not None:
             return pairs
-        return self.axis.to_varying([own if copy is None else copy for own, copy in pairs])
+        return self.axis.inexact_to_varying([own if copy is None else copy for own, copy in pairs])
 
     def _seeds(self, words: Array | None, pending: Pending | None) -> Seeds:
         """The seeds of gathers; for differences, from the key of the update that computed them."""
         return Seeds(words if pending is None else pending.words, len(self.parts))
 
-    def _gather(
-        self,
-        part: _Part,
-        own: Any,
-        seeds: Seeds,
-        pending: Pending | None,
-        payload: Any = None,
-    ) -> Progress | None:
-        """The gather of a function's shards or differences, not started yet.
-
-        If the payload of an equal gather is passed, the gather continues after the payload's
-        arrival.
-        """
-        specs = part.reducer.specs
-        if pending is not None:
-
-            def current(own: Any, words: Array) -> Any:
-                (masters, copies), ready = own
-                told = dataclasses.replace(pending, ready=ready)
-                return told.current(masters, copies, words, specs)
-
-            own = own, pending.ready
-            return self.traces.start(current, own, seeds, part.number, specs)
-        if not part.reducer.gathers:
-            return None
-        progress = self.traces.start(part.reducer.whole, own, seeds, part.number, specs)
-        return progress if payload is None else progress.arrived(payload)
+    def _gathers(self, seeds: Seeds, pending: Pending | None) -> list[Gathers]:
+        """How each function's parameters are gathered."""
+        keeps = not self.reshards and pending is None
+        told = self.traces, pending, keeps
+        return [Gathers(self.axis, x.reducer, x.seeds(seeds), *told) for x in self.parts]
 
 
-def _without_parameters(pull: Callable, whole: Any) -> Callable:
-    """A function of the parameters that returns ``pull``, and keeps no copy of them."""
-    leaves, treedef = jax.tree.flatten(pull)
-    places = {id(x): place for place, x in enumerate(jax.tree.leaves(whole))}
-    found = [places.get(id(x)) for x in leaves]
-    kept = [x for x, place in zip(leaves, found, strict=True) if place is None]
-
-    def pull_of(kept: list[Array], whole: Any) -> Callable:
-        given, rest = jax.tree.leaves(whole), iter(kept)
-        return treedef.unflatten(next(rest) if at is None else given[at] for at in found)
-
-    return jax.tree_util.Partial(pull_of, kept)
+def part_of(
+    function: Function | Scanned, total: Reduction, number: int, params: Any, **options: Any
+) -> Single | Layers:
+    """A part of a chain; ``options`` are the specs and copies of its parameters."""
+    if isinstance(function, Scanned):
+        return function.layers(total, number, params, **options)
+    reducer = Reducer(total, params, "overlapped", **options)
+    return Single(function, reducer, number)

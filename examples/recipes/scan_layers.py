@@ -1,4 +1,4 @@
-"""Reduces a layer's gradients inside the backward pass of a scan over layers.
+"""Reduces the gradients of stacked layers beside the backward pass of the scan over them.
 
     python examples/recipes/scan_layers.py
 
@@ -9,7 +9,6 @@ prints
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from start import compression, loss_fn, mesh, normal, params, train
@@ -25,10 +24,11 @@ def scanned_loss(params, batch):
     rest = dq.fsdp(rest, "data", compression=compression)  # 1: new
 
     def layer(x, own):
-        own = dq.fsdp(own, "data", compression=compression)  # 2: new
         return x + jnp.tanh(x @ own["kernel"]), None
 
-    x, _ = lax.scan(layer, batch["x"], params["layers"])
+    x, _ = dq.scan(  # 2: was lax.scan
+        layer, batch["x"], params["layers"], "data", compression=compression
+    )
     return loss_fn(rest, batch | {"x": x})
 
 

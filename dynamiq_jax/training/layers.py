@@ -1,0 +1,409 @@
+"""Stacked layers, whose gradients are reduced one layer after the other beside the backward pass.
+
+`jax.lax.scan` runs one layer's program for all layers, and XLA moves no exchange from one turn of a
+loop to another. So here the loop itself carries what travels. Step t is the t-th layer that the
+forward pass runs, of L layers::
+
+    forward    a scan that stacks what the derivative of each step needs
+    backward   step L - 1, before the loop: its gradient is summed up and encoded
+               loop, t = L - 2 ... 0: the payload of step t + 1 travels beside the products of step
+                   t (neither takes a result of the other); it is decoded into its row of the
+                   gradients; the gradient of step t is encoded for the next turn
+               after the loop: the payload of step 0 travels beside the function before the scan
+
+    forward with gathers (FSDP, pending differences): before the loop: the parameters of step 0
+               loop, t = 0 ... L - 2: those of step t + 1 are gathered beside step t
+               step L - 1, after the loop: the next function's parameters are gathered beside it
+    backward with gathers: the same way back; step 0 is after the loop
+
+A turn carries the gradient of x and what one step has encoded (`Progress.held`). The first step of
+the backward pass is outside of the loop, since there is nothing to send beside it: in the loop it
+would send zeros, a layer's worth of wire. So a program has two copies of a layer's derivative (with
+gathers three), whatever the number of layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
+
+from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.jaxprs.phases import Progress
+from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.interleaved import Beside, Gathers, Pipeline, Seeds, arrive, send, without
+from dynamiq_jax.tree.leaves import describe_leaves
+from dynamiq_jax.tree.placement import names_of
+
+Body = Callable[[Any, Any, Any], tuple[Any, Any]]
+"""(one layer's parameters, values for all layers, x) -> (x, the layer's output)."""
+
+
+class Loop(NamedTuple):
+    """How a scan goes over its layers."""
+
+    body: Body
+    length: int
+    reverse: bool
+    unroll: int | bool
+    alone: bool
+    """Whether x comes with values for all layers, and the result with all layers' outputs."""
+
+    def place(self, step: Any) -> Any:
+        """The row of stacked leaves that belongs to a step."""
+        return self.length - 1 - step if self.reverse else step
+
+    def scan(self, turn: Callable, carry: Any, steps: range) -> tuple[Any, Any]:
+        """`lax.scan` over numbers of steps; what it stacks is in their order."""
+        numbers = np.asarray(steps, np.int32)
+        return lax.scan(turn, carry, numbers, unroll=self.unroll)
+
+    def entered(self, x: Any) -> tuple[Any, Any]:
+        """Values for all layers, and x."""
+        return x if self.alone else ((), x)
+
+    def left(self, x: Any, outputs: Any) -> Any:
+        """The result of the scan, from its last x and outputs in the order of steps."""
+        return (x, self.flipped(outputs)) if self.alone else x
+
+    def flipped(self, stacked: Any) -> Any:
+        """Rows of steps, in the order of layers."""
+        return jax.tree.map(lambda x: jnp.flip(x, 0), stacked) if self.reverse else stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Scanned:
+    """A function of stacked layers, for `overlapped`: ``x = function(row, x)`` for every row.
+
+        functions = [embed, dq.Scanned(block), head_and_loss]
+        parts = [p["embed"], p["blocks"], p["head"]]  # every leaf of p["blocks"] has a row a layer
+        loss = dq.overlapped(functions, parts, tokens, "data")
+
+    The program has one layer's operations, whatever the number of layers. See `scan`.
+
+    Attributes:
+      function: (one layer's parameters, x) -> x; x keeps its types.
+      reverse: whether the last row comes first, as for `jax.lax.scan`.
+      unroll: as for `jax.lax.scan`.
+    """
+
+    function: Callable[[Any, Any], Any]
+    reverse: bool = False
+    unroll: int | bool = 1
+
+    def layers(self, total: Reduction, number: int, params: Any, **options: Any) -> "Layers":
+        """The part of a chain that it is, for these stacked parameters."""
+        body = lambda own, _, x: (self.function(own, x), None)
+        loop = Loop(body, length_of(params), self.reverse, self.unroll, alone=False)
+        return Layers(loop, reducer_of_rows(total, params, "overlapped", **options), number)
+
+
+def reducer_of_rows(
+    total: Reduction, params: Any, caller: str, *, specs: Any = None, copies: Any = None
+) -> Reducer:
+    """The reducer of one layer; params, ``specs`` and ``copies`` are those of stacked leaves."""
+    length = length_of(params)
+    if copies is not None and jax.tree.leaves(copies) and length_of(copies) != length:
+        raise ValueError(
+            f"copies have {length_of(copies)} layers, and params {length}; pass the whole "
+            "parameters of the same layers"
+        )
+    row = None if copies is None else _row(copies, 0)
+    return Reducer(total, _row(params, 0), caller, specs=_of_rows(specs, total.axis), copies=row)
+
+
+def whole_row(reducer: Reducer, params: Any, copies: Any) -> Any:
+    """One layer's whole parameters, as its function takes them; nobody reads their values."""
+    own = _row(params if copies is None else copies, 0)
+    whole = reducer.whole(own, None) if reducer.gathers else own
+    return reducer.axis.inexact_to_varying(whole)
+
+
+def length_of(stacked: Any, length: int | None = None) -> int:
+    """The number of layers of stacked leaves; refuses leaves that differ."""
+    leaves = describe_leaves(stacked)
+    lengths = {}
+    for leaf in leaves:
+        if not leaf.shape:
+            raise ValueError(
+                f"leaf {leaf.name} of the stacked parameters is a scalar; stack the layers of each "
+                "leaf along its first dimension, as for jax.lax.scan"
+            )
+        lengths[leaf.shape[0]] = leaf.name
+    if length is not None:
+        lengths.setdefault(length, "length=")
+    if len(lengths) != 1:
+        told = ", ".join(f"{name} {count}" for count, name in lengths.items()) or "none"
+        raise ValueError(
+            f"the number of layers is the first dimension of every leaf, and they are: {told}; "
+            "stack as many layers in each leaf"
+        )
+    return next(iter(lengths))
+
+
+def _of_rows(specs: Any, axis: Axis) -> Any:
+    """The specs of one layer, from those of stacked leaves."""
+
+    def of_row(spec: P) -> P:
+        first, *rest = (*spec,) or (None,)
+        if {*names_of(first)} & {*axis.names}:
+            raise ValueError(
+                f"specs: {spec} splits the layers themselves over {axis.name!r}, and each worker "
+                f"runs all layers; split another dimension, as P(None, {axis.name!r})"
+            )
+        return P(*rest)
+
+    return jax.tree.map(of_row, specs, is_leaf=lambda x: isinstance(x, P))
+
+
+class Kept(NamedTuple):
+    """Values of the forward pass that the backward pass needs."""
+
+    rows: Any
+    """(pull, payload) of each step, stacked; without the last step's if there are gathers."""
+    last: Any
+    """(pull, payload) of the last step, or `None`."""
+    stacked: Any
+    """Parameters that the steps take, or their shards."""
+    shared: Any
+    """Values for all layers."""
+
+
+class Layers(NamedTuple):
+    """A part of `overlapped` that is a scan over layers."""
+
+    loop: Loop
+    reducer: Reducer
+    """Gathers one layer's shards, and reduces its gradients."""
+    number: int
+
+    def seeds(self, seeds: Seeds) -> Seeds:
+        """The seeds of the layers, from those of all functions of a chain."""
+        return seeds.of_layers(self.number, self.loop.length)
+
+    def run(self, gathers: Gathers, taken: Any, x: Any) -> tuple[Any, Any]:
+        """The result of the scan without a derivative, and the parameters if they are gathered."""
+        loop = self.loop
+        shared, x = loop.entered(x)
+        gathered = self.start(gathers, taken, 0) is not None
+
+        def step(x: Any, t: Array) -> tuple[Any, Any]:
+            own = _row(taken, loop.place(t))
+            if gathered:
+                progress = self.start(gathers, taken, t)
+                arrive(progress, send(progress, ()))
+                own = progress.result
+            x, output = loop.body(gathers.axis.inexact_to_varying(own), shared, x)
+            return x, (output, own if gathers.pending is not None else None)
+
+        x, (outputs, current) = loop.scan(step, x, range(loop.length))
+        return loop.left(x, outputs), loop.flipped(current)
+
+    def start(self, gathers: Gathers, taken: Any, step: Any = 0, payload: Any = None) -> Any:
+        """The gather of a step's parameters, first of those of step 0; or `None`."""
+        place = self.loop.place(step)
+        return gathers.start(_row(taken, place), place, payload)
+
+    def forward(
+        self, gathers: Gathers, taken: Any, mine: Progress | None, x: Any, beside: Beside
+    ) -> tuple[Any, Kept, Any]:
+        """The result of the scan, what `backward` needs, and the parameters if they are pending.
+
+        ``mine`` is the gather of step 0, which has arrived.
+        """
+        loop, axis = self.loop, gathers.axis
+        shared, x = loop.entered(x)
+
+        def applied(own: Any, x: Any) -> tuple[Any, Any, Any]:
+            own = axis.inexact_to_varying(own)
+            (x, output), pull = jax.vjp(loop.body, own, shared, x)
+            return x, output, without(pull, (own, shared))
+
+        if mine is None:
+
+            def step(x: Any, t: Array) -> tuple[Any, Any]:
+                x, output, pull = applied(_row(taken, loop.place(t)), x)
+                return x, ((pull, None), output)
+
+            x, (rows, outputs) = loop.scan(step, beside.send(x), range(loop.length))
+            return loop.left(beside.arrive(x), outputs), Kept(rows, None, taken, shared), None
+
+        pends, keeps = gathers.pending is not None, gathers.keeps
+        kept = lambda progress: progress.payload if keeps else None
+        current = None
+        if pends:
+            zeros = jax.tree.map(lambda x: axis.like(jnp.zeros_like(x), x), taken[1])
+            current = _put(zeros, mine.result, loop.place(0))
+
+        def turn(carry: Any, t: Array) -> tuple[Any, Any]:
+            x, own, payload, current = carry
+            coming = self.start(gathers, taken, t + 1)
+            x, output, pull = applied(own, send(coming, x))
+            x = arrive(coming, x)
+            if pends:
+                current = _put(current, coming.result, loop.place(t + 1))
+            return (x, coming.result, kept(coming), current), ((pull, payload), output)
+
+        carry = x, mine.result, kept(mine), current
+        carry, (rows, outputs) = loop.scan(turn, carry, range(loop.length - 1))
+        x, own, payload, current = carry
+        x, output, pull = applied(own, beside.send(x))
+        outputs = jax.tree.map(lambda y, z: jnp.concatenate([y, z[None]]), outputs, output)
+        stacked = current if pends else taken
+        kept_all = Kept(rows, (pull, payload), stacked, shared)
+        return loop.left(beside.arrive(x), outputs), kept_all, current
+
+    def last_gather(self, gathers: Gathers, kept: Kept) -> Progress | None:
+        """The gather that the backward pass needs first."""
+        payload = None if kept.last is None else kept.last[1]
+        return self.start(gathers, kept.stacked, self.loop.length - 1, payload)
+
+    def _again(self, gathers: Gathers, kept: Kept, step: Any) -> Progress | None:
+        return self.start(gathers, kept.stacked, step, _row(kept.rows[1], step))
+
+    def backward(
+        self,
+        gathers: Gathers,
+        kept: Kept,
+        gather: tuple[Progress | None, Progress | None],
+        pipeline: Pipeline,
+        gradient: Any,
+    ) -> tuple[Callable[[], Any], Any]:
+        """Takes the backward pass through all layers, from the last step to the first.
+
+        ``gather`` are the gather of the last step, which has arrived, and that of the function
+        before the scan, which is to come. Returns a function that gives the reduced gradients of
+        the parameters once the pipeline has finished, and the gradient of the scan's input.
+        """
+        last, (mine, before) = self.loop.length - 1, gather
+        back = _Back(self, gathers, kept, gradient)
+        passing, own = back.start, None if mine is None else mine.result
+        coming = before if mine is None or not last else self._again(gathers, kept, last - 1)
+        begun, passing = back.step(pipeline, last, own, passing, coming)
+        finals, rows = {last: begun}, self.reducer.rows(self.loop.length)
+        first = 0 if mine is None else 1
+        if last > first:
+            own = None if coming is None or mine is None else coming.result
+            held, (passing, own, rows) = back.loop(
+                pipeline, begun, range(last - 1, first - 1, -1), (passing, own, rows)
+            )
+            finals = {last: begun} if held is None else {first: held}
+        elif last:
+            own = coming.result  # type: ignore[union-attr]
+        if mine is not None and last:
+            finals[0], passing = back.step(pipeline, 0, own, passing, before)
+        return lambda: back.joined(rows, finals), back.finished(passing)
+
+
+class _Back:
+    """The backward pass of one scan."""
+
+    def __init__(self, layers: Layers, gathers: Gathers, kept: Kept, gradient: Any):
+        self._layers, self._gathers, self._kept = layers, gathers, kept
+        alone = layers.loop.alone
+        self._gradient = gradient[0] if alone else gradient
+        self._outputs = gradient[1] if alone else None
+        shared = [jnp.zeros_like(x) for x in moving(kept.shared)]
+        self.start = moving(self._gradient), gathers.axis.like(shared, moving(kept.shared))
+        """The gradients that pass from step to step: of x, and of what is shared."""
+
+    def step(
+        self, pipeline: Pipeline, step: Any, own: Any, passing: Any, coming: Progress | None
+    ) -> tuple[Progress, Any]:
+        """One step: its gradient begins to travel. ``own`` are gathered parameters."""
+        loop, kept, gathers = self._layers.loop, self._kept, self._gathers
+        last = kept.last is not None and isinstance(step, int) and step == loop.length - 1
+        rows: Any = kept.last if last else _row(kept.rows, step)
+        pull, _ = rows
+        place = loop.place(step)
+        own = gathers.axis.inexact_to_varying(_row(kept.stacked, place) if own is None else own)
+        outputs = _row_of_gradients(self._outputs, place)
+
+        def back(passing: Any) -> tuple[Any, Any]:
+            found, added = passing
+            given = joined(found, self._gradient), outputs
+            own_gradient, shared, x = pull((own, kept.shared))(given)
+            added = [a + b for a, b in zip(added, moving(shared), strict=True)]
+            return own_gradient, (moving(x), added)
+
+        told = self._layers.reducer, back, place, passing, coming
+        return pipeline.step(*told, seeds=gathers.seeds)
+
+    def loop(
+        self, pipeline: Pipeline, begun: Progress, steps: range, carry: tuple[Any, Any, Any]
+    ) -> tuple[Progress | None, tuple[Any, Any, Any]]:
+        """All these steps; the reduction of the last one has begun, unless it is done."""
+        layers, gathers, kept = self._layers, self._gathers, self._kept
+        with pipeline.beside_a_loop(begun) as held:
+
+            def turn(carry: Any, t: Array) -> tuple[Any, None]:
+                (passing, own, rows), values = carry
+                before = None if held is None else held.holding(values)
+                inner = pipeline.inside(before)
+                coming = None if own is None else layers._again(gathers, kept, t - 1)
+                begun, passing = self.step(inner, t, own, passing, coming)
+                inner.settle(begun)
+                done, at = (begun, t) if before is None else (before, t + 1)
+                rows = self._written(rows, done, at)
+                own = None if coming is None else coming.result
+                return ((passing, own, rows), None if held is None else begun.held), None
+
+            values = None if held is None else held.held
+            (carry, values), _ = layers.loop.scan(turn, (carry, values), steps)
+            if held is not None:
+                held = pipeline.goes_on(held.holding(values))
+        return held, carry
+
+    def _written(self, rows: list[Array], done: Progress, step: Any) -> list[Array]:
+        """The gradients of all layers, with those of this step."""
+        found = moving(self._layers.reducer.joined(done.result))
+        return _put(rows, found, self._layers.loop.place(step))
+
+    def joined(self, rows: list[Array], finals: dict[int, Progress]) -> Any:
+        """The gradients of all layers, with those of reductions that have just finished."""
+        for step, progress in finals.items():
+            rows = self._written(rows, progress, step)
+        return self._layers.reducer.stacked(rows, self._layers.loop.length)
+
+    def finished(self, passing: Any) -> Any:
+        """The gradient of the scan's input."""
+        found, added = passing
+        x = joined(found, self._gradient)
+        return (joined(added, self._kept.shared), x) if self._layers.loop.alone else x
+
+
+def moving(tree: Any) -> list[Any]:
+    """The leaves of floating-point dtypes."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def joined(found: list[Any], like: Any) -> Any:
+    """A gradient of these leaves `moving`, with zeros of dtype float0 for the others."""
+    leaves, treedef = jax.tree.flatten(like)
+    rest = iter(found)
+    return treedef.unflatten(
+        next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+        for x in leaves
+    )
+
+
+def _row(stacked: Any, place: Any) -> Any:
+    """This row of every leaf."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, 0, keepdims=False), stacked)
+
+
+def _row_of_gradients(stacked: Any, place: Any) -> Any:
+    rows = _row(moving(stacked), place)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
+    return joined(rows, like)
+
+
+def _put(stacked: Any, row: Any, place: Any) -> Any:
+    """The stacked leaves with this row."""
+    put = lambda x, new: lax.dynamic_update_index_in_dim(x, new, place, 0)
+    return jax.tree.map(put, stacked, row)
