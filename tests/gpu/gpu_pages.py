@@ -65,7 +65,7 @@ COMMANDS = re.compile(
 WRITES = re.compile(
     r"--(json|write|gradients|measured)|\.json|FILE|NAME|--workers N|-ms$|10\.0\.0\."
 )
-"""What stands for files, numbers or hosts of the reader, and commands that leave files."""
+"""Patterns that stand for files, numbers or hosts of the reader, and commands that leave files."""
 
 
 class Row(NamedTuple):
