@@ -1,7 +1,5 @@
 """`dynamiq-jax` and `python -m dynamiq_jax`: the command line, or what to install for it."""
 
-from dynamiq_jax.core.interrupts import once_started
-
 NEEDED = ("rich", "typer")
 
 
@@ -18,7 +16,6 @@ def main() -> None:
         if missing not in NEEDED:
             raise
         raise SystemExit(f"dynamiq-jax needs {missing}: pip install 'dynamiq_jax[cli]'") from None
-    once_started()
     app()
 
 

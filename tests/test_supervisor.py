@@ -16,7 +16,9 @@ import goodput
 import pytest
 from cases import daily
 from supervised import Supervised
+from typer.testing import CliRunner
 
+from dynamiq_jax.commands import cli
 from dynamiq_jax.core.interrupts import of_command
 from dynamiq_jax.hosts.addresses import Book, parse_hosts
 from dynamiq_jax.hosts.beats import Beat, Phase, connected, decode
@@ -269,6 +271,17 @@ def test_an_interrupt_ends_a_run_whenever_it_comes(tmp_path, seconds):
         hosts.processes[0].send_signal(signal.SIGINT)
         assert hosts.statuses(seconds=30)[0] in (-signal.SIGINT, 143, 1)
         assert "Traceback" not in hosts.said(0)
+
+
+def test_an_interrupt_raises_nothing_before_the_supervisor_has_its_handler(monkeypatch):
+    """Whatever parses options might lose the exception; other commands clean up after it."""
+    raising = []
+    monkeypatch.setattr(cli, "once_started", lambda: raising.append(True))
+    runner = CliRunner()
+    runner.invoke(cli.app, ["run", "--hosts", "no port", "--host-id", "0", "--", "true"])
+    assert not raising
+    runner.invoke(cli.app, ["simulate", "--help"])
+    assert raising
 
 
 def test_a_second_interrupt_does_not_wait_for_a_process_that_saves(tmp_path):

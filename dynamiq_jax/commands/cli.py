@@ -12,6 +12,7 @@ from dynamiq_jax import __version__
 from dynamiq_jax.commands import advise, error, explain, run, simulate
 from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.options import out_of_memory, printable
+from dynamiq_jax.core.interrupts import once_started
 
 CPU_DEVICES = 8
 """Workers that a machine without a GPU stands in for."""
@@ -79,8 +80,9 @@ def _main(
     """Lets XLA split the CPU into eight devices; read when JAX first looks for devices."""
     # The flag concerns the CPU platform alone, so that no look for a GPU is needed beforehand.
     flags = os.environ.get("XLA_FLAGS", "")
-    if context.invoked_subcommand == "run":  # its processes have devices of their own
-        return
+    if context.invoked_subcommand == "run":
+        return  # its processes have devices of their own, and SIGINT ends it until it has a handler
+    once_started()
     own_count = "JAX_NUM_CPU_DEVICES" in os.environ or "host_platform_device_count" in flags
     if not own_count:
         flag = f"--xla_force_host_platform_device_count={CPU_DEVICES}"

@@ -22,7 +22,10 @@ def of_command(argv0: str, words: list[str]) -> bool:
 
 
 def once_started() -> None:
-    """Lets SIGINT raise again, after all imports."""
+    """Lets SIGINT raise again, after all imports.
+
+    `run` has a handler of its own instead: what parses its options might lose an exception, too.
+    """
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

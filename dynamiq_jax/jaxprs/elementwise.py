@@ -30,15 +30,19 @@ from dynamiq_jax.jaxprs.walk import interpret
 from dynamiq_jax.tree.placement import Padding, axes_of, split_of, whole_shape
 
 JAX = os.path.join(os.path.dirname(jax.__file__), "")
+PUT_AFTER = (
+    "Put it after, with exact differences, since norms see their errors: "
+    "optax.chain(dq.optax.sharded(..., compression=dq.Policy(parameters=dq.F32())), ...)"
+)
 REMEDIES = {
     "clip_by_global_norm": "Pass max_norm= to dq.optax.sharded in the place of it",
     "apply_if_finite": "Leave it out: steps that are not finite change nothing",
     "zero_nans": "Leave it out: steps that are not finite change nothing",
     "_layouts.py": "Leave out flatten: dq.optax.sharded joins leaves anyway",
     "_accumulation.py": "Leave out should_skip_update_fn: steps that are not finite change nothing",
-    "adaptive_grad_clip": "Put it after: optax.chain(dq.optax.sharded(...), ...)",
-    "normalize_by_update_norm": "Put it after: optax.chain(dq.optax.sharded(...), ...)",
-    "scale_by_trust_ratio": "Put it after: optax.chain(dq.optax.sharded(...), ...)",
+    "adaptive_grad_clip": PUT_AFTER,
+    "normalize_by_update_norm": PUT_AFTER,
+    "scale_by_trust_ratio": PUT_AFTER,
     "add_noise": "Its noise depends on the place of a coordinate: use dq.optax.all_reduce",
 }
 REMEDY = (

@@ -186,10 +186,12 @@ def sharded(
     returns updates for `optax.apply_updates`, with the same bits on all workers. Masters, the
     inner state and slices of the copy take 1/n of the memory, and the update takes 1/n of the work.
 
-    **Masters follow parameters that change between updates**: a master moves by as much as its
-    copy has moved since the last update. So you may load weights, swap in an average, clip or
-    project; and what is around this transformation, or after it in a chain, may scale, withhold or
-    replace its updates. A small change keeps the error of the last encoding, which the next
+    **Masters follow parameters that change between updates**: a master moves by as much as its copy
+    has moved since the last update. So you may load weights, swap in an average, clip or project;
+    and what is around this transformation, or after it in a chain, may scale, withhold or replace
+    its updates. Updates are decoded differences, so what is not linear in them, such as a clip or a
+    ratio of norms, sees their errors: put it inside, or pass ``compression=dq.Policy(gradients=...,
+    parameters=dq.F32())``. A small change keeps the error of the last encoding, which the next
     difference brings; a change of more than 16 times this error, and `set_masters`, replace the
     master.
 
