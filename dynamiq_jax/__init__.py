@@ -19,7 +19,7 @@ from dynamiq_jax.compression.policy import Policy
 from dynamiq_jax.core.meshes import make_mesh
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
-from dynamiq_jax.plan.model_tree import load_model_tree, save_model_tree
+from dynamiq_jax.plan.model_tree import save_model_tree
 from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
@@ -49,7 +49,6 @@ __all__ = [
     "explain",
     "fsdp",
     "jit",
-    "load_model_tree",
     "make_mesh",
     "overlapped",
     "pmean",

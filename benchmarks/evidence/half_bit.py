@@ -403,7 +403,7 @@ def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--j
         told = "–" if value is None else f"{value:+.2f} ± {error or 0:.2f}"
         cells.setdefault(own["method"], {})[own["model"], own["init"]] = told
         bits[own["method"]] = BY_HAND.get(own["method"].partition("/")[0], row["bits_per_coord"])
-    names = {"tiny": "1.1 M", "mid": "17 M", "125m": "125 M", "micro": ".1 M"}
+    names = {"tiny": "1.1 M", "mid": "17 M", "125m": "123 M", "micro": ".1 M"}
     print("| method | bits |", " | ".join(f"{names[m]}, {init}" for m, init in columns), "|")
     print("|---|---|" + "---|" * len(columns))
     for method in sorted(cells, key=lambda name: bits[name]):

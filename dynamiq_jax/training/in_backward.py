@@ -210,18 +210,28 @@ class Reducer:
 
     def rows(self, length: int) -> list[Array]:
         """Zeros in the place of reduced gradients of so many layers, each like the parameters."""
-        moving = [x for x in self._leaves if jnp.issubdtype(x.dtype, jnp.inexact)]
+        moving = inexact_leaves(self._leaves)
         return [self.axis.like(jnp.zeros((length, *x.shape), x.dtype), x) for x in moving]
 
     def stacked(self, rows: list[Array], length: int) -> Any:
         """A tree of the `rows`, and of float0 for integers."""
-        found = iter(rows)
-        return self._treedef.unflatten(
-            next(found)
-            if jnp.issubdtype(x.dtype, jnp.inexact)
-            else np.zeros((length, *x.shape), jax.dtypes.float0)
-            for x in self._leaves
-        )
+        like = [jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in self._leaves]
+        return gradient_like(self._treedef.unflatten(like), rows)
+
+
+def inexact_leaves(tree: Any) -> list[Any]:
+    """The leaves of floating-point dtypes: those that have a gradient."""
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def gradient_like(tree: Any, found: list[Any]) -> Any:
+    """A tree of the gradients ``found`` of its `inexact_leaves`, and of float0 for the others."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = iter(found)
+    return treedef.unflatten(
+        next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
+        for x in leaves
+    )
 
 
 def constant_copies(copies: Any) -> Any:

@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.in_backward import Reducer
+from dynamiq_jax.training.in_backward import Reducer, gradient_like, inexact_leaves
 from dynamiq_jax.training.interleaved import Beside, Gathers, Pipeline, Seeds, arrive, send, without
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import names_of
@@ -308,8 +308,11 @@ class _Back:
         alone = layers.loop.alone
         self._gradient = gradient[0] if alone else gradient
         self._outputs = gradient[1] if alone else None
-        shared = [jnp.zeros_like(x) for x in moving(kept.shared)]
-        self.start = moving(self._gradient), gathers.axis.like(shared, moving(kept.shared))
+        shared = [jnp.zeros_like(x) for x in inexact_leaves(kept.shared)]
+        self.start = (
+            inexact_leaves(self._gradient),
+            gathers.axis.like(shared, inexact_leaves(kept.shared)),
+        )
         """The gradients that pass from step to step: of x, and of what is shared."""
 
     def step(
@@ -326,10 +329,10 @@ class _Back:
 
         def back(passing: Any) -> tuple[Any, Any]:
             found, added = passing
-            given = joined(found, self._gradient), outputs
+            given = gradient_like(self._gradient, found), outputs
             own_gradient, shared, x = pull((own, kept.shared))(given)
-            added = [a + b for a, b in zip(added, moving(shared), strict=True)]
-            return own_gradient, (moving(x), added)
+            added = [a + b for a, b in zip(added, inexact_leaves(shared), strict=True)]
+            return own_gradient, (inexact_leaves(x), added)
 
         told = self._layers.reducer, back, place, passing, coming
         return pipeline.step(*told, seeds=gathers.seeds)
@@ -361,7 +364,7 @@ class _Back:
 
     def _written(self, rows: list[Array], done: Progress, step: Any) -> list[Array]:
         """The gradients of all layers, with those of this step."""
-        found = moving(self._layers.reducer.joined(done.result))
+        found = inexact_leaves(self._layers.reducer.joined(done.result))
         return _put(rows, found, self._layers.loop.place(step))
 
     def joined(self, rows: list[Array], finals: dict[int, Progress]) -> Any:
@@ -373,23 +376,8 @@ class _Back:
     def finished(self, passing: Any) -> Any:
         """The gradient of the scan's input."""
         found, added = passing
-        x = joined(found, self._gradient)
-        return (joined(added, self._kept.shared), x) if self._layers.loop.alone else x
-
-
-def moving(tree: Any) -> list[Any]:
-    """The leaves of floating-point dtypes."""
-    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def joined(found: list[Any], like: Any) -> Any:
-    """A gradient of these leaves `moving`, with zeros of dtype float0 for the others."""
-    leaves, treedef = jax.tree.flatten(like)
-    rest = iter(found)
-    return treedef.unflatten(
-        next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else np.zeros(x.shape, jax.dtypes.float0)
-        for x in leaves
-    )
+        x = gradient_like(self._gradient, found)
+        return (gradient_like(self._kept.shared, added), x) if self._layers.loop.alone else x
 
 
 def _row(stacked: Any, place: Any) -> Any:
@@ -398,9 +386,9 @@ def _row(stacked: Any, place: Any) -> Any:
 
 
 def _row_of_gradients(stacked: Any, place: Any) -> Any:
-    rows = _row(moving(stacked), place)
+    rows = _row(inexact_leaves(stacked), place)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
-    return joined(rows, like)
+    return gradient_like(like, rows)
 
 
 def _put(stacked: Any, row: Any, place: Any) -> Any:
