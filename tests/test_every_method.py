@@ -90,8 +90,9 @@ def test_trees_keep_structure_shapes_and_dtypes_and_means_are_accurate(name, n):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     # The next step, of another key and data, has types for which there is a program already.
     state = run.on_devices(tree, KEY, state)[1]
+    other, key = jax.tree.map(np.flip, tree), jax.random.key(2)  # which may compile, too
     with compilations() as compiled:
-        run.on_devices(jax.tree.map(np.flip, tree), jax.random.key(2), state)
+        run.on_devices(other, key, state)
     assert not compiled
     for leaf, mean in zip(large(tree), large(found), strict=True):
         exact = np.mean(np.asarray(leaf, np.float64), axis=0)
