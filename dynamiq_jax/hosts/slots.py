@@ -71,25 +71,14 @@ class Slots:
         Raises:
           ValueError: the files belong to another user.
         """
-        import fcntl  # Windows has none
-
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for pair in itertools.count():
-            names = folder / f"{NAME}{pair}_0", folder / f"{NAME}{pair}_1"
-            files = tuple(os.open(n, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600) for n in names)
-            try:
-                fcntl.lockf(files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-            except BlockingIOError:
-                for file in files:
-                    os.close(file)
-                continue
-            break
+        files = next(filter(None, (_pair(folder, number) for number in itertools.count())))
         if (owner := os.fstat(files[0]).st_uid) != os.geteuid():
             raise ValueError(
-                f"{names[0]} belongs to user {owner}, and this process to {os.geteuid()}; give a "
-                f"folder of your own in {VARIABLE}"
+                f"the files in {folder} belong to user {owner}, and this process to "
+                f"{os.geteuid()}; give a folder of your own in {VARIABLE}"
             )
-        return cls((files[0], files[1]))
+        return cls(files)
 
     @classmethod
     def inherited(cls) -> "Slots | None":
@@ -179,6 +168,21 @@ def _write(file: int, data: Any, offset: int) -> int:
         count = os.pwrite(file, left, offset)
         left, offset = left[count:], offset + count
     return offset
+
+
+def _pair(folder: Path, number: int) -> tuple[int, int] | None:
+    """The file descriptors of a folder's pair of slots; `None` if another process has it."""
+    import fcntl  # Windows has none
+
+    names = folder / f"{NAME}{number}_0", folder / f"{NAME}{number}_1"
+    first, second = (os.open(n, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600) for n in names)
+    try:
+        fcntl.lockf(first, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        os.close(first)
+        os.close(second)
+        return None
+    return first, second
 
 
 def _full(file: int) -> OSError:

@@ -5,10 +5,8 @@ import re
 import shutil
 import signal
 import subprocess
-import time
-from pathlib import Path
 
-from hosts import sh
+from engines import Machines
 
 DAEMONS = "munged", "slurmctld", "slurmd", "srun", "sbatch"
 MISSING = [name for name in DAEMONS if not shutil.which(name)]
@@ -41,32 +39,27 @@ OverSubscribe=NO State=UP
 PartitionName=high Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF State=UP
 """
 CGROUP = "CgroupAutomount=yes\nCgroupPlugin=cgroup/v1\nIgnoreSystemd=yes\n"
-DAEMON = "mkdir -p {shm} && mount --bind {shm} /dev/shm && {cgroup} exec {command}"
 
 
-class Slurm:
-    """SLURM on the hosts of ``made``; no daemon outlives these.
+class Slurm(Machines):
+    """SLURM on the hosts of ``made``, of which host 0 has the controller; no daemon outlives these.
 
     Args:
-      made: hosts, of which host 0 has the controller.
+      made: the hosts.
       folder: for configuration, logs and state.
       timeout: seconds after which a silent slurmd counts as down (300 by default).
       expire: seconds of a credential; a job that is queued again waits as long (120 by default).
     """
 
     def __init__(self, made, folder, timeout=10, expire=5):
-        self.made, self.folder = made, Path(folder)
-        self.shm = Path("/dev/shm") / made.names[0]
+        super().__init__(made, folder)
         for name in ("state", *(f"spool-host{i}" for i in range(made.n))):
             (self.folder / name).mkdir(parents=True)
         values = {"folder": folder, "last": made.n - 1, "timeout": timeout, "expire": expire}
         self.conf = self.folder / "slurm.conf"
         self.conf.write_text(CONF.format(**values))
         (self.folder / "cgroup.conf").write_text(CGROUP)
-        self.env = {
-            name: text for name, text in os.environ.items()
-            if not name.startswith(("COORDINATOR", "NUM_HOSTS", "HOST_ID", "XLA_FLAGS"))
-        } | {"SLURM_CONF": str(self.conf)}  # fmt: skip
+        self.env |= {"SLURM_CONF": str(self.conf)}
 
     def __enter__(self):
         key = self.folder / "munge.key"
@@ -76,41 +69,34 @@ class Slurm:
         files = [f"--{name}={self.folder}/munge.{end}" for name, end in names.items()]
         munge = ["munged", "--foreground", "--force", f"--key-file={key}", *files]
         self.munged = subprocess.Popen(munge, stderr=subprocess.DEVNULL)
-        self.until(lambda: (self.folder / "munge.socket").exists())
-        self.controller = self.daemon(0, "slurmctld -i")
-        self.slurmds = [self.start(i) for i in range(self.made.n)]
-        self.until(lambda: len(self.nodes("idle")) == self.made.n, 60)
+        try:
+            self.until(lambda: (self.folder / "munge.socket").exists())
+            self.start(0, "slurmctld", "-i", "-D", env=self.own, log="slurmctld")
+            for i in range(self.made.n):
+                self.join(i)
+            self.until(lambda: len(self.nodes("idle")) == self.made.n, 60)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_):
-        for i in range(self.made.n):
-            self.made.kill(i)
+        super().__exit__()
         self.munged.kill()
         self.munged.wait()
-        shutil.rmtree(self.shm, ignore_errors=True)
 
-    def daemon(self, i, command):
-        """Starts a daemon on host i, which has its own /dev/shm as a machine has."""
-        words = {"shm": self.shm / f"host{i}", "cgroup": "", "command": f"{command} -D"}
-        log = self.folder / f"{command.split()[0]}{i}.log"
-        return self.made.start(
-            i, ["sh", "-c", DAEMON.format(**words)], env={"SLURM_CONF": str(self.conf)}, log=log
-        )
+    @property
+    def own(self):
+        """The variable of the daemons."""
+        return {"SLURM_CONF": str(self.conf)}
 
-    def start(self, i):
+    def join(self, i):
         """Starts the slurmd of host i."""
-        return self.daemon(i, f"slurmd -N host{i}")
+        self.start(i, "slurmd", "-N", f"host{i}", "-D", env=self.own, log="slurmd")
 
     def kill_slurmd(self, i):
         """Kills the slurmd of host i, and neither jobs nor their shepherds."""
         os.kill(int((self.folder / f"slurmd-host{i}.pid").read_text()), signal.SIGKILL)
-
-    def __call__(self, *words, check=True):
-        """What a command of SLURM says, on host 0."""
-        enter = ["ip", "netns", "exec", self.made.names[0], *map(str, words)]
-        done = subprocess.run(enter, env=self.env, capture_output=True, text=True, check=False)
-        assert not (check and done.returncode), done.stderr
-        return done.stdout.strip()
 
     def nodes(self, *states):
         """The names of nodes in these states."""
@@ -122,27 +108,5 @@ class Slurm:
         return int(re.search(r"\d+", self("sbatch", "--parsable", *words)).group())
 
     def state(self, job):
-        """The state of a job; the reason if it waits."""
+        """The state of a job, and its reason; nothing after its end."""
         return self("squeue", "-h", "-j", job, "-o", "%T %r", check=False)
-
-    def tasks(self, i, word):
-        """The processes of host i whose command has a word, the newest last."""
-        found = []
-        for pid in sh("ip", "netns", "pids", self.made.names[i]).stdout.split():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if any(part.endswith(word.encode()) for part in command[1:3]):
-                found.append(int(pid))
-        return sorted(found)
-
-    def until(self, true, seconds=30.0, said=None):
-        deadline = time.monotonic() + seconds
-        while not true():
-            if time.monotonic() > deadline:
-                logs = [*self.folder.glob("*.log"), *([said] if said else [])]
-                raise AssertionError(
-                    "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in logs)
-                )
-            time.sleep(0.1)
