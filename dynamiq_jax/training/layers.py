@@ -96,6 +96,11 @@ class Scanned:
     reverse: bool = False
     unroll: int | bool = 1
 
+    def __call__(self, params: Any, x: Any) -> Any:
+        """The result by `jax.lax.scan`, which exchanges nothing: to evaluate."""
+        turn = lambda x, own: (self.function(own, x), None)
+        return lax.scan(turn, x, params, reverse=self.reverse, unroll=self.unroll)[0]
+
     def layers(self, total: Reduction, number: int, params: Any, **options: Any) -> "Layers":
         """The part of a chain that it is, for these stacked parameters."""
         body = lambda own, _, x: (self.function(own, x), None)
