@@ -475,9 +475,7 @@ KINDS = {
     "zero": Kind(partial(sharded_updates, how="after"), ZERO, "dq.optax.sharded"),
     "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.overlapped"),
     "zero-dear": Kind(partial(sharded_updates, how="dear"), ZERO, "the same, in DeAR's order"),
-    "zero-layers": Kind(
-        partial(sharded_updates, how="layers"), ZERO, "after fsdp", scans=False
-    ),
+    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after fsdp", scans=False),
     "zero-auto": Kind(
         partial(sharded_updates, how="auto"), ZERO, "after value_and_grad, Auto axes"
     ),
@@ -486,7 +484,9 @@ KINDS = {
     ),
     "xla-fsdp": Kind(partial(fsdp, how="xla"), (), "shards under jax.jit"),
     "bf16-fsdp": Kind(
-        partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits",
+        partial(fsdp, text="bf16", gather="bf16", how="layers"),
+        (),
+        "fsdp-layers in 16 bits",
         scans=False,
     ),
     "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.overlapped"),

@@ -377,8 +377,9 @@ def test_pending_differences_of_a_scan_have_the_bits_of_the_order_of_before(form
             updates, state = optimizer.update(grads, state, copies)
             return optax.apply_updates(copies, updates), state, lax.pmean(value, "data")
 
-        maps = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs, P())}
-        run, losses = jax.jit(jax.shard_map(step, mesh=mesh, **maps)), []
+        maps: Any = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs, P())}
+        mapped_step = jax.shard_map(step, mesh=mesh, check_vma=True, **maps)
+        run, losses = jax.jit(mapped_step), []
         for scale in (1, 0.5, 2):
             copies, state, value = run(copies, state, x * np.float32(scale))
             losses.append(value)
