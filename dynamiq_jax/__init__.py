@@ -29,7 +29,7 @@ from dynamiq_jax.training.in_backward import fsdp
 from dynamiq_jax.training.layers import Scanned
 from dynamiq_jax.training.pipeline import overlapped
 from dynamiq_jax.training.scan import scan
-from dynamiq_jax.training.value_and_grad import value_and_grad
+from dynamiq_jax.training.value_and_grad import grad, value_and_grad
 
 __all__ = [
     "BF16",
@@ -48,6 +48,7 @@ __all__ = [
     "all_to_all",
     "explain",
     "fsdp",
+    "grad",
     "jit",
     "make_mesh",
     "overlapped",
@@ -63,12 +64,13 @@ __all__ = [
 
 __version__ = "0.4.0"
 
-WINGS = frozenset(("comparators", "contrib", "hosts", "metrics", "nnx", "optax"))
+WINGS = frozenset(("comparators", "contrib", "equinox", "hosts", "metrics", "nnx", "optax"))
 """Public modules that are imported at their first use; ``comparators`` is a former name."""
 
 
 if TYPE_CHECKING:
     from dynamiq_jax import contrib as contrib
+    from dynamiq_jax import equinox as equinox
     from dynamiq_jax import hosts as hosts
     from dynamiq_jax import metrics as metrics
     from dynamiq_jax import nnx as nnx
