@@ -3,7 +3,7 @@
 ```python
 import dynamiq_jax as dq  # dq.equinox needs nothing that the library does not
 
-grad_fn = dq.equinox.filter_value_and_grad(loss_fn, axis_name="data")  # was eqx.filter_value_and_grad
+grad_fn = dq.equinox.filter_value_and_grad(loss_fn, axis_name="data")  # was eqx's
 loss, grads = grad_fn(model, batch)
 ```
 """
@@ -77,9 +77,7 @@ def filter_value_and_grad(
     """
     axis = check_axis(axis_name)
     total = Reduction(axis, as_compression(compression), op)
-    wanted = Wanted(
-        total, 0, has_aux, metrics=metrics, unreduced=unreduced, ungathered=ungathered
-    )
+    wanted = Wanted(total, 0, has_aux, metrics=metrics, unreduced=unreduced, ungathered=ungathered)
 
     def joined(function: Callable[..., Any]) -> Callable[..., Any]:
         def of_parts(params: Any, rest: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -56,7 +56,6 @@ class Client:
     repository: str = "google/flax"
     commit: str = "18f8f311c275d57f46d95e41b15aa97b454754c0"
 
-
     @property
     def folder(self) -> Path:
         """The folder of the checkout that is copied."""

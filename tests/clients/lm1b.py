@@ -59,7 +59,8 @@ SHARDED = patch("('data', 'fsdp')", "specs=specs, ", SPECS)
 OWN = Client("examples/lm1b/train.py", "8 data, Auto", "jit_train_step", PATCH)
 VARIANTS = {
     "DP": OWN, "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
-    "sharded updates, no dropout": dataclasses.replace(OWN, patch=UPDATES, options={"dropout": 0.0}),
+    "sharded updates, no dropout": dataclasses.replace(OWN, patch=UPDATES,
+        options={"dropout": 0.0}),
     "FSDP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="8 fsdp, Auto",
         options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0}),
     "DP × TP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="4 data × 2 tensor, Auto",

@@ -1,7 +1,6 @@
 """nanodo: a Flax Linen transformer, FSDP over "data" on Auto axes; the loss closes over tokens."""
 
 import dataclasses
-import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +27,10 @@ def patch(*options: str) -> tuple[Change, ...]:
 
 SHARDED = (
     *patch("specs=specs"),
-    Change("            mesh=mesh,\n        ),\n", "            mesh=mesh, specs=shardings.params,\n        ),\n"),
+    Change(
+        "            mesh=mesh,\n        ),\n",
+        "            mesh=mesh, specs=shardings.params,\n        ),\n",
+    ),
     Change("    mesh: Mesh | None = None,\n", "    mesh: Mesh | None = None, specs=None,\n"),
 )
 OWN = Client(
