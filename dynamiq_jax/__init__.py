@@ -29,7 +29,7 @@ from dynamiq_jax.training.in_backward import fsdp
 from dynamiq_jax.training.layers import Scanned
 from dynamiq_jax.training.pipeline import overlapped
 from dynamiq_jax.training.scan import scan
-from dynamiq_jax.training.value_and_grad import grad, value_and_grad
+from dynamiq_jax.training.value_and_grad import value_and_grad
 
 __all__ = [
     "BF16",
@@ -48,7 +48,6 @@ __all__ = [
     "all_to_all",
     "explain",
     "fsdp",
-    "grad",
     "jit",
     "make_mesh",
     "overlapped",

@@ -1,4 +1,4 @@
-"""`dq.equinox` and `dq.grad` against JAX: a model has leaves that are no parameters."""
+"""`dq.equinox` against JAX: a model has leaves that are no parameters."""
 
 import functools
 
@@ -89,19 +89,3 @@ def test_weights_are_of_the_whole_model():
     grad_fn = dq.equinox.filter_value_and_grad(loss, **options)
     value, _ = jax.jit(lambda x: grad_fn(net, x, scale=2.0, key=KEY))(x)
     assert float(value) == pytest.approx(float(of_jax(x)[0]), rel=1e-5) and {*counted} == {2}
-
-
-def test_grad_returns_what_jax_grad_does():
-    net, x = model()
-
-    def of_params(params, x):
-        return with_aux(net | params, x, scale=2.0, key=KEY)
-
-    params = {name: net[name] for name in ("up", "down")}
-    options = {"axis_name": "data", "compression": EXACT, "mesh": mesh_of(8), "has_aux": True}
-    found = jax.jit(dq.grad(of_params, aux={"rows": "rows"}, **options))(params, x)
-    assert_close(found, jax.grad(of_params, has_aux=True)(params, x))
-    alone = dq.grad(lambda *args: of_params(*args)[0], **options | {"has_aux": False})
-    assert_close(jax.jit(alone)(params, x), found[0])
-    reduced = jax.eval_shape(dq.grad(of_params, aux="mean", metrics=True, **options), params, x[:8])
-    assert reduced[0].metrics is not None and isinstance(reduced[1], dict)

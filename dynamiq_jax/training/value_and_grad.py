@@ -184,25 +184,6 @@ def value_and_grad(
     return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight, closed_specs))
 
 
-def grad(loss_fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`value_and_grad` without the loss: ``f`` returns ``grads``, or ``(grads, aux)``.
-
-    This is the order of `jax.grad`.
-
-    Args:
-      loss_fn: as for `value_and_grad`.
-      **options: as for `value_and_grad`.
-    """
-    both = value_and_grad(loss_fn, **options)
-
-    @functools.wraps(both)
-    def gradient(*args: Any, **kwargs: Any) -> Any:
-        value, grads = both(*args, **kwargs)
-        return (grads, value[1]) if options.get("has_aux") else grads
-
-    return gradient
-
-
 class ForAuto(NamedTuple):
     """The arguments of `value_and_grad` that Auto axes alone take."""
 
