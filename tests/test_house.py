@@ -289,7 +289,7 @@ def test_leaves_are_grouped_once(monkeypatch, metrics):
 
 PUBLIC = {
     function: f"{module.__name__}.{name}"
-    for module in (dq, dq.optax, dq.nnx)
+    for module in (dq, dq.equinox, dq.optax, dq.nnx)
     for name in module.__all__
     if inspect.isfunction(function := getattr(module, name))
 }
@@ -351,7 +351,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 def called_by_users() -> set[str]:
     """The text "file: function" of public functions, methods of public classes, and commands."""
     found = {name for name, _ in functions() if "/commands/" in name and name.endswith(": command")}
-    for module in (dq, dq.optax, dq.nnx, pk):
+    for module in (dq, dq.equinox, dq.optax, dq.nnx, pk):
         for public in (inspect.unwrap(getattr(module, name)) for name in module.__all__):
             is_class = inspect.isclass(public)
             if not is_class and not inspect.isfunction(public):
