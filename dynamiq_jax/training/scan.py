@@ -9,11 +9,12 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.shards import gathers_of
 from dynamiq_jax.core.axis import AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_constant, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.reduction.reduction import Reduction, gathers_of
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.in_backward import constant_copies
 from dynamiq_jax.training.interleaved import Traces
 from dynamiq_jax.training.layers import (
