@@ -239,9 +239,11 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends only on this coordinate, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
-        f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
-        as a loss, must be the same on all workers.
+        `optax.adamw`, `optax.lion` or `optax.sgd`, or only on its matrix, such as
+        `optax.contrib.muon`. Its program is traced for whole parameters in f32; updates run its
+        elementwise operations on slices. Matrices travel to owners and back in bf16, or in f32 if
+        parameters travel exactly: 32/n or 64/n bits per coordinate for n workers. Extra arguments
+        of ``update``, such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
       compression: how gradients travel, as for `dynamiq_jax.psum`, without memory; or a
         `dynamiq_jax.Policy`, whose ``parameters`` say how differences of parameters travel, as for
@@ -268,8 +270,8 @@ def sharded(
 
     Raises:
       ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; they or
-        the gradients have other leaves than masters, or another order; ``inner`` mixes coordinates
-        or depends on their position; a method has memory; gradients are terms over other axes, or
+        the gradients have other leaves than masters, or another order; ``inner`` mixes matrices or
+        depends on positions; a method has memory; gradients are terms over other axes, or
         other axes split them otherwise than the masters; the call is outside of maps, and there is
         no mesh; or a wrapper of optax around this transformation uses each worker's own gradients.
     """
@@ -686,6 +688,8 @@ class _Update(NamedTuple):
             like,
             state.splits,
             given.sizes,
+            owners=given.total.axis,
+            exact=all(given.total.gathers_exactly(describe_leaves(state.masters))),
         )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         leaves, both = jax.tree.flatten((masters, inner))
