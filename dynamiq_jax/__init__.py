@@ -63,12 +63,13 @@ __all__ = [
 
 __version__ = "0.4.0"
 
-WINGS = frozenset(("comparators", "contrib", "hosts", "metrics", "nnx", "optax"))
+WINGS = frozenset(("comparators", "contrib", "equinox", "hosts", "metrics", "nnx", "optax"))
 """Public modules that are imported at their first use; ``comparators`` is a former name."""
 
 
 if TYPE_CHECKING:
     from dynamiq_jax import contrib as contrib
+    from dynamiq_jax import equinox as equinox
     from dynamiq_jax import hosts as hosts
     from dynamiq_jax import metrics as metrics
     from dynamiq_jax import nnx as nnx

@@ -230,7 +230,8 @@ def test_generators_of_keys_go_on_as_in_plain_jax(kind, raw, constrained):
         return value, grads, own, [first, draw(), draw(), draw(), draw()]
 
     key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
-    mine = functools.partial(ours, has_aux=True, aux="rows")
+    told = {} if kind is Reserve else {"closed_specs": P("data")}  # for all but keys
+    mine = functools.partial(ours, has_aux=True, aux="rows", **told)
     plain = functools.partial(jax.value_and_grad, has_aux=True)
     with jax.set_mesh(mesh_of(8)):
         *found, own, keys = jax.jit(functools.partial(step, mine))(params, batch, key)

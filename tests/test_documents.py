@@ -67,7 +67,7 @@ def test_the_reference_has_every_public_name_once():
 
 PUBLIC = {
     f"{module.__name__}.{name}": getattr(module, name)
-    for module in (dq, dq.optax, dq.nnx)
+    for module in (dq, dq.equinox, dq.optax, dq.nnx)
     for name in module.__all__
     if inspect.isfunction(getattr(module, name))
 }

@@ -877,3 +877,23 @@ def test_shards_without_specs_are_warned_of_in_jit():
     jax.jit(step).lower(whole, batch)
     scaled = lambda params, batch: step(jax.tree.map(lambda x: 2 * x, params), batch)
     jax.jit(jax.grad(lambda p: scaled(p, batch)[0][0])).lower(whole)
+
+
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_boxed_flax_model_without_a_set_mesh_has_no_constraints(closes):
+    """Flax constrains boxed parameters where a mesh is set; here it is none of the user's."""
+    init = linen.with_partitioning(linen.initializers.lecun_normal(), ("data", None, None))
+    layer = linen.DenseGeneral(features=(2, 8), kernel_init=init, use_bias=False)
+    x, mesh = arrays()[1]["x"], mesh_of(8)
+    boxed = layer.init(jax.random.key(0), x[:1])
+    params = put(boxed, mesh, P("data"))
+
+    def square(params, x):
+        return jnp.mean(layer.apply(params, x) ** 2)
+
+    def closing(params, x):
+        options = {"specs": P("data"), "closed_specs": P("data")}
+        return ours(lambda params: square(params, x), mesh, **options)(params)
+
+    found = jax.jit(closing if closes else ours(square, mesh, specs=P("data")))(params, x)
+    assert_close(found, jax.value_and_grad(square)(boxed, x))

@@ -117,8 +117,8 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 37), "gradients on Auto axes": (on_auto, 45),
-    "gradients on Explicit axes": (on_explicit, 46), "overlapped": (pipeline, 42),
+    "psum": (lambda: trace(psum), 37), "gradients on Auto axes": (on_auto, 46),
+    "gradients on Explicit axes": (on_explicit, 47), "overlapped": (pipeline, 43),
     "FSDP": (fsdp, 42),
     "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 50),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 52),
@@ -289,7 +289,7 @@ def test_leaves_are_grouped_once(monkeypatch, metrics):
 
 PUBLIC = {
     function: f"{module.__name__}.{name}"
-    for module in (dq, dq.optax, dq.nnx)
+    for module in (dq, dq.equinox, dq.optax, dq.nnx)
     for name in module.__all__
     if inspect.isfunction(function := getattr(module, name))
 }
@@ -351,7 +351,7 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
 def called_by_users() -> set[str]:
     """The text "file: function" of public functions, methods of public classes, and commands."""
     found = {name for name, _ in functions() if "/commands/" in name and name.endswith(": command")}
-    for module in (dq, dq.optax, dq.nnx, pk):
+    for module in (dq, dq.equinox, dq.optax, dq.nnx, pk):
         for public in (inspect.unwrap(getattr(module, name)) for name in module.__all__):
             is_class = inspect.isclass(public)
             if not is_class and not inspect.isfunction(public):

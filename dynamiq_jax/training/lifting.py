@@ -83,7 +83,8 @@ def _closed_specs(
     if told is None:
         return found
     if isinstance(told, P):
-        return {key: told if x.ndim else None for key, (_, x) in arrays.items()}
+        own = lambda x: told if x.ndim and not is_seed(x) else None
+        return {key: own(x) for key, (_, x) in arrays.items()}
     variables = closed_variables(*functions)
     if not isinstance(told, Mapping) or {*told} - {*variables}:
         raise ValueError(

@@ -11,6 +11,8 @@ class Change(NamedTuple):
 
     old: str
     new: str
+    file: str = ""
+    """The file, if it is not the client's own."""
 
 
 IMPORT = Change("import jax\n", "import jax\nimport dynamiq_jax as dq\n")
@@ -21,6 +23,8 @@ class Trained(NamedTuple):
 
     losses: list[float]
     state: Any
+    params: Any = None
+    """The parameters in the state, whose shardings must be those of the native run."""
 
 
 @dataclass(frozen=True)
@@ -28,15 +32,17 @@ class Client:
     """A trainer of others.
 
     Attributes:
-      file: the file of the checkout that changes; the folder has its modules.
+      file: the file of the checkout that changes.
+      package: the folder of the checkout that has the trainer's modules, a package; default: that
+        of the file, whose modules have no package.
       mesh: the mesh, in words.
       step: the name of the step's program, as XLA has it.
       patch: how it trains with us.
       setting: lines that all runs have changed, for another mesh than the trainer's own.
       options: arguments of the module's ``train``.
       exclude: leaves whose gradients JAX sums: `Compression.exclude` of all runs with us.
-      repository: its name on GitHub.
-      commit: the commit that the patch is for.
+      repository: its name on GitHub, or of a package, whose checkout is a folder of packages.
+      commit: the commit that the patch is for, or the version.
     """
 
     file: str
@@ -46,18 +52,31 @@ class Client:
     setting: tuple[Change, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
     exclude: str | None = None
+    package: str = ""
     repository: str = "google/flax"
     commit: str = "18f8f311c275d57f46d95e41b15aa97b454754c0"
 
+    @property
+    def folder(self) -> Path:
+        """The folder of the checkout that is copied."""
+        return Path(self.package or Path(self.file).parent)
 
-def apply(changes: tuple[Change, ...], path: Path, method: str = "") -> int:
-    """Changes a file; the number of lines that are new or gone, where a changed one counts once.
+    def apply(self, changes: tuple[Change, ...], root: Path, method: str = "") -> int:
+        """Changes files under ``root``; the number of lines that are new, gone or changed.
 
-    Raises:
-      ValueError: the file does not have the lines, or has them twice.
-    """
+        Raises:
+          ValueError: a file does not have the lines, or has them twice.
+        """
+        count = 0
+        for name in dict.fromkeys(change.file or self.file for change in changes):
+            own = [change for change in changes if (change.file or self.file) == name]
+            count += _changed(own, root / name, method)
+        return count
+
+
+def _changed(changes: list[Change], path: Path, method: str) -> int:
     before = text = path.read_text()
-    for old, new in changes:
+    for old, new, _ in changes:
         if text.count(old) != 1:
             raise ValueError(f"{path.name} has {text.count(old)} times {old!r}")
         text = text.replace(old, new.replace("METHOD", method))

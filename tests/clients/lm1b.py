@@ -11,35 +11,56 @@ import numpy as np
 from clients.client import Change, Client, Trained
 from clients.stubs import Batches, locals_at_the_end, stand_in_for_tensorflow, token_rows
 
+UTILS = "examples/lm1b/utils.py"
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
 IMPORT = Change("from jax import random\n", "from jax import random\nimport dynamiq_jax as dq\n")
 
 
-def on_auto(options: str, *more: Change) -> tuple[Change, ...]:
-    """The patch for Auto axes; the loss takes its batch and a key as arguments."""
-    signature = "  def loss_fn(params, inputs, weights, dropout_rng):"
-    old = """  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)
-  (_, logits), grads = grad_fn(state.params)
-"""
-    new = f"""  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', compression=METHOD,
-      {options}, weight=lambda params, x, weights, key: weights.sum())
-  (_, logits), grads = grad_fn(state.params, inputs, weights, dropout_rng)
-"""
-    return (IMPORT, Change("  def loss_fn(params):", signature), Change(old, new), *more)
+GRADIENTS = Change(
+    "  grad_fn = jax.value_and_grad(loss_fn, has_aux=True)\n",
+    """  grad_fn = dq.value_and_grad(loss_fn, has_aux=True, aux='rows', axis_name=AXES,
+      weight=lambda _: weights.sum(), closed_specs=P(AXES), compression=METHOD)
+""",
+)
 
 
-SHARDED = on_auto(
-    "axis_name=('data', 'fsdp'), specs=specs",
+def patch(axes: str, options: str = "", *more: Change) -> tuple[Change, ...]:
+    """The loss closes over inputs, weights and a key."""
+    new = GRADIENTS.new.replace("AXES", axes).replace("compression", f"{options}compression")
+    return (IMPORT, Change(GRADIENTS.old, new), *more)
+
+
+SPECS = Change(
+    "  data_sharding = NamedSharding(",
+    "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
+)
+UPDATES = (
+    *patch("'data'", "unreduced=True, "),
     Change(
-        "  data_sharding = NamedSharding(",
-        "  global specs; specs = state_mesh_annotations.params\n  data_sharding = NamedSharding(",
+        "  state, state_mesh_annotations = utils.setup",
+        """  optimizer = dq.optax.sharded(optimizer, 'data', compression=METHOD, mesh=mesh)
+  state, state_mesh_annotations = utils.setup""",
+    ),
+    Change("import functools\n", "import functools\nimport dynamiq_jax as dq\n", UTILS),
+    Change(
+        """    state = jax.jit(
+        init_train_state_partial,""",
+        """    state_mesh_annotations = state_mesh_annotations.replace(
+        opt_state=jax.tree.map(lambda p: jax.NamedSharding(mesh, p), dq.optax.state_specs(
+            jax.eval_shape(unbox_logicallypartioned_trainstate, abstract_state.opt_state))))
+    state = jax.jit(
+        init_train_state_partial,""",
+        UTILS,
     ),
 )
-PATCH = on_auto("axis_name='data'")
+PATCH = patch("'data'")
+SHARDED = patch("('data', 'fsdp')", "specs=specs, ", SPECS)
 OWN = Client("examples/lm1b/train.py", "8 data, Auto", "jit_train_step", PATCH)
 VARIANTS = {
     "DP": OWN, "DP, no dropout": dataclasses.replace(OWN, options={"dropout": 0.0}),
+    "sharded updates, no dropout": dataclasses.replace(OWN, patch=UPDATES,
+        options={"dropout": 0.0}),
     "FSDP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="8 fsdp, Auto",
         options={"shape": (1, 8, 1), "over": ["data", "fsdp"], "dropout": 0.0}),
     "DP × TP, no dropout": dataclasses.replace(OWN, patch=SHARDED, mesh="4 data × 2 tensor, Auto",
@@ -83,4 +104,4 @@ def train(
     trainer.evaluate = lambda **_: {"loss": 0.0}
     trainer.generate_prediction = lambda **_: ""
     found = locals_at_the_end(trainer.train_and_evaluate, config, tempfile.mkdtemp())
-    return Trained(losses, found["state"])
+    return Trained(losses, found["state"], found["state"].params)

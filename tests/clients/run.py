@@ -16,6 +16,7 @@ import argparse
 import importlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -65,17 +66,16 @@ def main() -> int:
 
 def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | None:
     """Trains in a process of its own, from a copy of the trainer's files; `None` if it fails."""
-    from clients.client import apply
-
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        file = root / "checkout" / client.file
-        shutil.copytree((options.checkout / client.file).parent, file.parent)
-        apply(client.setting, file)
+        copy = root / "checkout"
+        ignore = shutil.ignore_patterns("__pycache__", "*.ipynb")
+        shutil.copytree(options.checkout / client.folder, copy / client.folder, ignore=ignore)
+        client.apply(client.setting, copy)
         method = METHODS[run]
         if method and client.exclude:
             method = f"{method[:-1]}, exclude={client.exclude!r})"
-        n_lines = apply(client.patch, file, method) if method else 0
+        n_lines = client.apply(client.patch, copy, method) if method else 0
         flags = "--xla_force_host_platform_device_count=8 --xla_dump_hlo_as_text"
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
@@ -89,13 +89,20 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
 def _report(name: str, variant: str, client, found: dict[str, dict | None]) -> None:
     """Prints what every run gave, and the client's row of the table."""
     ran = {run: result for run, result in found.items() if result}
+    first = next(iter(ran.values()), {})
     for run, result in ran.items():
         copies = "equal" if result["equal"] else "DIFFER"
-        print(f"{run}: {result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, copies {copies}")
+        kept = "kept" if result["shardings"] == first["shardings"] else "CHANGED"
+        print(
+            f"{run}: {result['losses'][0]:.6f} to {result['losses'][-1]:.6f}, copies {copies}, "
+            f"shardings {kept}, compiled in {result['compile_s']:.1f} s"
+        )
     lines = max(result["lines"] for result in ran.values()) if ran else 0
     losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in ran.values())
     sent = " / ".join(f"{result['megabytes']:.2f}" for result in ran.values())
-    print("|", " | ".join([f"{name}, {variant}", client.mesh, str(lines), losses, sent]), "|")
+    compiled = " / ".join(f"{result['compile_s']:.1f}" for result in ran.values())
+    row = [f"{name}, {variant}", client.mesh, str(lines), losses, sent, compiled]
+    print("|", " | ".join(row), "|")
 
 
 def _train(module, client, options: argparse.Namespace) -> None:
@@ -104,15 +111,41 @@ def _train(module, client, options: argparse.Namespace) -> None:
     from hlo import sent_bytes
 
     root, stubs.SEED = options.child, options.seed
-    sys.path.insert(0, str((root / "checkout" / client.file).parent))
+    own = root / "checkout" / client.folder
+    sys.path.insert(0, str(own.parent if client.package else own))
+    seconds = _compile_seconds(client.step)
     trained = module.train(STEPS, **client.options)
     programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
     result = {
         "losses": [float(loss) for loss in trained.losses],
         "megabytes": sent_bytes(programs[-1].read_text(), 8) / 1e6,
         "equal": _copies_equal(trained.state),
+        "shardings": _shardings(trained.params),
+        "compile_s": sum(seconds.values()),
     }
     (root / "result").write_text(json.dumps(result))
+
+
+def _compile_seconds(step: str) -> dict[str, float]:
+    """The seconds that tracing, lowering and compiling the step takes, by event, once it ran."""
+    import jax
+
+    found: dict[str, float] = {}
+    bare = lambda name: re.sub(r"\W+", "_", name).removeprefix("jit_").strip("_")
+
+    def listen(event: str, seconds: float, fun_name: str = "", **_: Any) -> None:
+        if bare(fun_name) == bare(step):
+            found[event] = found.get(event, 0.0) + seconds
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return found
+
+
+def _shardings(tree: Any) -> list[str]:
+    """The shape that each device holds of every array."""
+    import jax
+
+    return [str(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)]
 
 
 def _copies_equal(tree: Any) -> bool:
