@@ -1,5 +1,7 @@
 """Optimizers of whole matrices under sharded updates: `jaxprs.owners` and `jaxprs.rows`."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +28,10 @@ SHAPES = {
     "heads": (24, 3, 8),
     "embedding": (24, 24),
 }
-LOW = {"min_leaf_size": 256, "min_bucket_bytes": 0, "min_bucket_size": 256}
+
+
+def low(method=None):
+    return dq.Compression(method, min_leaf_size=256, min_bucket_bytes=0, min_bucket_size=256)
 
 
 @once
@@ -109,7 +114,7 @@ def trained(optimizer, mesh):
         grad_fn, state = jax.grad(loss), optimizer.init(params)
     else:
         params = jax.device_put(params, jax.NamedSharding(mesh, P()))
-        options = {"axis_name": "data", "mesh": mesh, "compression": dq.Compression(**LOW)}
+        options = {"axis_name": "data", "mesh": mesh, "compression": low()}
         value = dq.value_and_grad(loss, unreduced=True, **options)
         grad_fn, state = lambda *args: value(*args)[1], dq.optax.init(optimizer, params, mesh)
 
@@ -135,7 +140,7 @@ def largest_difference(a, b):
 @pytest.mark.parametrize(("name", "n"), daily(WORKERS, [("muon", 8), ("own", 3)]))
 def test_owners_give_what_the_optimizer_alone_gives(name, n):
     plain, alone = trained(INNER[name], None)
-    optimizer = dq.optax.sharded(INNER[name], "data", compression=dq.Compression(dq.F32(), **LOW))
+    optimizer = dq.optax.sharded(INNER[name], "data", compression=low(dq.F32()))
     kind = AxisType.Explicit if n == 2 else AxisType.Auto
     mesh = mesh_of(n, kind=kind)
     with jax.set_mesh(mesh):
@@ -143,7 +148,7 @@ def test_owners_give_what_the_optimizer_alone_gives(name, n):
     moved = largest_difference(plain, problem()[0])
     assert largest_difference(found, plain) < 2e-4 * moved
     if (name, n) == ("muon", 8):  # 5 matrices a worker, one of each group, of 13
-        own, whole = (x.cost_analysis()["flops"] for x in (compiled, alone))
+        own, whole = ((x.cost_analysis() or {})["flops"] for x in (compiled, alone))
         assert own < 0.5 * whole
 
 
@@ -151,7 +156,7 @@ def test_owners_give_what_the_optimizer_alone_gives(name, n):
     ("method", "dtype"), [(dq.F32(), jnp.float32), (dq.DynamiQ(bits=8.0), jnp.bfloat16)]
 )
 def test_matrices_travel_in_bf16_unless_all_is_exact(method, dtype):
-    optimizer = dq.optax.sharded(muon(), "data", compression=dq.Compression(method, **LOW))
+    optimizer = dq.optax.sharded(muon(), "data", compression=low(method))
     params, _ = problem()
     with jax.set_mesh(mesh_of(8)):
         state = jax.eval_shape(optimizer.init, params)
@@ -164,7 +169,8 @@ def test_matrices_travel_in_bf16_unless_all_is_exact(method, dtype):
         grads = jax.tree.map(lambda x: np.zeros((8 * x.shape[0], *x.shape[1:]), x.dtype), params)
         program = jax.make_jaxpr(step)(grads, state, params)
     moves = [e for e in equations_of(program) if name_of(e) == "all_to_all"]
-    dtypes = [e.invars[0].aval.dtype for e in moves]
+    avals: list[Any] = [e.invars[0].aval for e in moves]
+    dtypes = [x.dtype for x in avals]
     floats = [x for x in dtypes if jnp.issubdtype(x, jnp.floating)]
     assert len(floats) >= 10 and set(floats) == {jnp.dtype(dtype)}  # five groups, there and back
 

@@ -33,7 +33,7 @@ from dynamiq_jax.core.compat import (
 from dynamiq_jax.jaxprs import rows
 from dynamiq_jax.jaxprs.constraints import Recorded
 from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, KEPT, PRODUCTS
-from dynamiq_jax.jaxprs.walk import equations_of, interpret, within
+from dynamiq_jax.jaxprs.walk import interpret, within
 from dynamiq_jax.tree.placement import axes_of, split_of
 
 MOST = 4
@@ -49,7 +49,7 @@ class Part:
     given: dict[Var, P] = dataclasses.field(default_factory=dict)
     """Arrays that are split, and how; the owner gets them whole."""
     results: dict[Var, P] = dataclasses.field(default_factory=dict)
-    """What the rest of the program takes, and how it is split there."""
+    """Values that the rest of the program takes, and how they are split there."""
 
     @property
     def shared(self) -> list[Var]:
@@ -83,6 +83,14 @@ class Part:
             return None
         ((count,), _), *_ = shapes
         return count if rows.treats_alike(self.program, len(self.given)) else None
+
+
+class Owners(NamedTuple):
+    """The workers that may own matrices, inside of a map."""
+
+    axis: Axis
+    exact: bool
+    """Whether f32 travels as it is, else as bf16."""
 
 
 class Schedule(NamedTuple):
@@ -119,11 +127,9 @@ def owned(
 ) -> Schedule | None:
     """How the workers of ``axis`` run a program of matrices, from how they split its arrays.
 
-    `None`: it has no products of arrays that are split, or needs a value of an owner elsewhere than
+    `None`: it needs a value of an owner elsewhere than
     in an array that is split, or other axes split a matrix.
     """
-    if not any(name_of(equation) in PRODUCTS for equation in equations_of(closed)):
-        return None
     program = flat(closed)
     found = _Finder(axis)
     if not found.take(program, specs, result_specs):
@@ -144,7 +150,7 @@ class _Finder:
         self.makers: dict[Var, JaxprEqn] = {}
         """The elementwise equations that make arrays in ``split``."""
         self.origins: dict[Var, frozenset[Var]] = {}
-        """What these are made of, themselves included."""
+        """The arrays that these are made of, themselves included."""
 
     def take(self, program: Any, specs: Sequence[P], result_specs: Sequence[P]) -> bool:
         """Whether owners and slices can run the program."""
@@ -264,7 +270,7 @@ class _Finder:
 
 
 class _Alike:
-    """What parts of one group have in common."""
+    """Tells which parts belong to one group."""
 
     def __init__(self, jaxpr: Any) -> None:
         self.makers = {v: (e, i) for e in jaxpr.eqns for i, v in enumerate(e.outvars)}
@@ -296,9 +302,7 @@ def run_group(
     group: Sequence[Part],
     given: Sequence[Sequence[Array]],
     shared: Sequence[Array],
-    axis: Axis,
-    *,
-    exact: bool,
+    owners: Owners,
 ) -> list[list[Array]]:
     """Slices of the results of every part.
 
@@ -306,13 +310,12 @@ def run_group(
       group: parts of one kind.
       given: for each part, this worker's slices of what it is given.
       shared: the values that all workers have; they are the same for all parts.
-      axis: the workers, inside of a map.
-      exact: whether f32 travels as it is, else as bf16.
+      owners: the workers.
     """
-    first = group[0]
+    first, axis = group[0], owners.axis
     join = jnp.concatenate if first.stacked else jnp.stack
     arrays = *first.given.items(), *first.results.items()
-    moves = [_Move(v, spec, axis, first.stacked, exact) for v, spec in arrays]
+    moves = [_Move(v, spec, owners, first.stacked) for v, spec in arrays]
     n_given = len(first.given)
     joined = [join(xs) for xs in zip(*given, strict=True)]
     whole = [move.to_owner(x) for move, x in zip(moves, joined, strict=False)]
@@ -333,27 +336,26 @@ class _Move(NamedTuple):
 
     variable: Var
     spec: P
-    axis: Axis
+    owners: Owners
     stacked: int | None
-    exact: bool
 
     @property
     def dimension(self) -> int:
         """The dimension of joined matrices that is split."""
-        ((dimension, _),) = split_of(self.spec, self.axis.names)
+        ((dimension, _),) = split_of(self.spec, self.owners.axis.names)
         return dimension if self.stacked else dimension + 1
 
     @property
     def zeros(self) -> int:
         """The zeros at the end of this dimension."""
         length = self.variable.aval.shape[self.dimension - (not self.stacked)]  # type: ignore
-        return -length % self.axis.size
+        return -length % self.owners.axis.size
 
     def to_owner(self, x: Array) -> Array:
         """A share of whole matrices, from this worker's slices of all of them."""
         if not self.dimension:  # a slice of a stack has whole matrices
             return x
-        x = _padded(x, 0, -len(x) % self.axis.size)
+        x = _padded(x, 0, -len(x) % self.owners.axis.size)
         whole = self._travels(x, 0, self.dimension)
         return lax.slice_in_dim(
             whole, 0, whole.shape[self.dimension] - self.zeros, axis=self.dimension
@@ -367,8 +369,8 @@ class _Move(NamedTuple):
         return self._travels(x, self.dimension, 0)[:count]
 
     def _travels(self, x: Array, apart: int, together: int) -> Array:
-        wire = x if self.exact else x.astype(jnp.bfloat16)
-        found = lax.all_to_all(wire, self.axis.names, apart, together, tiled=True)
+        wire = x if self.owners.exact else x.astype(jnp.bfloat16)
+        found = lax.all_to_all(wire, self.owners.axis.names, apart, together, tiled=True)
         return found.astype(x.dtype)
 
 

@@ -44,6 +44,7 @@ from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
+from dynamiq_jax.jaxprs.owners import Owners
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
@@ -491,7 +492,8 @@ class _Start(NamedTuple):
         """The inner optimizer's state for slices of masters."""
         placed, own = layout.placed, layout.splits[len(layout.placed) :]
         whole, counts = (layout.masters,), layout.counts
-        return on_slices(self.inner.init, (masters,), whole, placed, layout.inner, own, counts)
+        results = layout.inner, own
+        return on_slices(self.inner.init, (masters,), whole, placed, results, counts)
 
     def _slices(self, masters: Any, layout: _Layout) -> tuple[Any, Any]:
         """This worker's slices of the masters and of the inner state, inside of a map."""
@@ -679,16 +681,15 @@ class _Update(NamedTuple):
         """The masters and the inner state after a step of the inner optimizer."""
         placed = given.placed
         like = whole_arrays((state.masters, state.inner), state.splits, given.sizes, state.padding)
+        exactly = given.total.gathers_exactly(describe_leaves(state.masters))
         steps, inner = on_slices(
             lambda g, s, p: self.inner.update(g, s, p, **extra),
             (gradients, state.inner, state.masters),
             (like[0], like[1], like[0]),
             (*placed, *state.splits[len(placed) :], *placed),
-            like,
-            state.splits,
+            (like, state.splits),
             given.sizes,
-            owners=given.total.axis,
-            exact=all(given.total.gathers_exactly(describe_leaves(state.masters))),
+            owners=Owners(given.total.axis, all(exactly)),
         )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         leaves, both = jax.tree.flatten((masters, inner))
