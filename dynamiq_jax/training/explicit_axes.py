@@ -8,7 +8,7 @@ itself stays a function of global arrays.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,11 @@ from dynamiq_jax.jaxprs.uses import (
 )
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.plan.plan import BY_USE
 from dynamiq_jax.reduction.explicit_sums import (
     large_leaves,
+    marked,
+    plan_of_sums,
     reduce_unreduced,
     unreduced_axes,
 )
@@ -90,6 +93,8 @@ class _Found(NamedTuple):
     """The loss; with aux if there is one."""
     terms: dict[int, Array]
     sums: dict[int, Array]
+    why: Mapping[int, str] = {}
+    """Why JAX sums large leaves, by leaf."""
 
 
 class _Program(NamedTuple):
@@ -111,6 +116,9 @@ class _Program(NamedTuple):
         """The leaves of which operands are made; see `inputs_of`."""
         found = inputs_of(self.jaxpr, takes, alone=alone, ends=ends)
         return {i - self.first for i in found if i >= self.first}
+
+
+NOT_GATHERED = "the loss takes the shard without dq.fsdp"
 
 
 class ExplicitGrad(NamedTuple):
@@ -157,7 +165,7 @@ class ExplicitGrad(NamedTuple):
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
                     return found.value, self._joined(given, found, key, state)
-        self._warn_of_program(given, program, native)
+        why = self._warn_of_program(given, program, native)
         if native & given.deferred:  # summed by JAX they would be compressed on top
             given = given._replace(deferred=given.deferred - native)
             value, back, aux = self._forward(loss, given, data)
@@ -169,7 +177,7 @@ class ExplicitGrad(NamedTuple):
         else:
             pairs = zip(grads, given.leaves, strict=True)
             terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-            found = _Found((value, aux) if self.wanted.has_aux else value, terms, {})
+            found = _Found((value, aux) if self.wanted.has_aux else value, terms, {}, why)
         return found.value, self._joined(given, found, key, state)
 
     def _sorted(self, params: Any) -> _Leaves:
@@ -216,14 +224,21 @@ class ExplicitGrad(NamedTuple):
                 "jax.reshard them in the loss before the map, which then takes whole ones"
             )
 
-    def _warn_of_program(self, given: _Leaves, program: _Program, native: set[int]) -> None:
-        """Warns of shards and of ``native`` leaves whose gradients JAX sums in this program."""
+    def _warn_of_program(
+        self, given: _Leaves, program: _Program, native: set[int]
+    ) -> dict[int, str]:
+        """Warns of shards and of ``native`` leaves whose gradients JAX sums in this program.
+
+        Returns the reason for each.
+        """
+        why = dict.fromkeys(native, "the loss reshards it, and JAX's type is lost")
         if given.own:
             split = {*axes_above_one(self.axis.names, self.mesh.shape)}
             apart = {i for i in given.own if axes_of(given.placed[i]) >= split}
             mapped = program.leaves(self._shards_in_maps, alone=True) & apart
             if alone := (given.own & given.large) - program.leaves(gathers) - mapped:
                 self._warn_of_shards(given.params, alone)
+                why |= dict.fromkeys(alone, NOT_GATHERED)
         if native:
             warn(
                 f"{_listed(given.params, native)} are summed by JAX, uncompressed: the loss "
@@ -231,6 +246,7 @@ class ExplicitGrad(NamedTuple):
                 f"{self.axis.name!r}. They are whole already; leave jax.reshard out, or exclude "
                 "them by Compression(exclude=...)",
             )
+        return why
 
     def _by_use(
         self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any, *, as_typed: bool
@@ -273,7 +289,10 @@ class ExplicitGrad(NamedTuple):
         terms = {i: x for i, x in terms.items() if i in found.typed}
         alone = found.wanted | ({*range(len(plain))} - terms.keys())
         sums = {i: x for i, x in enumerate(sums) if i in alone}
-        return _Found((value, aux) if self.wanted.has_aux else value, terms, sums)
+        why = dict.fromkeys(found.wanted, BY_USE)
+        why |= {i: f"JAX has no rule for a parameter in {use}" for i, use in found.native.items()}
+        why |= {i: NOT_GATHERED for i in why.keys() & given.own}
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, sums, why)
 
     def _warn_of_native(self, given: _Leaves, found: Uses) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
@@ -302,7 +321,7 @@ class ExplicitGrad(NamedTuple):
 
     def _joined(self, given: _Leaves, found: _Found, key: Array | None, state: State | None) -> Any:
         """The gradients, from those that are terms and those that are sums."""
-        terms, sums = found.terms, found.sums
+        terms, sums = self._marked(given, found)
         both = terms.keys() & sums.keys()
         if self.wanted.unreduced:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
@@ -318,6 +337,18 @@ class ExplicitGrad(NamedTuple):
             parts[i] = parts[i] + resharded(sums[i], self.mesh, spec).astype(parts[i].dtype)
         done = done._replace(tree=given.treedef.unflatten(parts))
         return done if self.wanted.metrics or state is not None else done.tree
+
+    def _marked(self, given: _Leaves, found: _Found) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Terms and sums; the program says of those that JAX has summed why, for `dq.explain`."""
+        # Gradients of shards that the loss gathers by `fsdp` are summed and scattered there.
+        done = {i: x for i, x in found.terms.items() if not unreduced_axes(x)}
+        why = {**dict.fromkeys(done, BY_USE), **found.why}
+        summed = done | found.sums
+        own = {i: x for i, x in summed.items() if i not in given.own or i in found.why}
+        plan = plan_of_sums(self.wanted.total, given.params, given.placed, self.mesh)
+        after = marked(own, plan, why)
+        terms = {i: after.get(i, x) if i not in found.sums else x for i, x in found.terms.items()}
+        return terms, {i: after.get(i, x) for i, x in found.sums.items()}
 
     def _added(self, terms: Array, total: Array) -> Array:
         """Terms to which one worker, the first, adds what is summed already."""
