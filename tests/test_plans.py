@@ -249,7 +249,7 @@ KINDS = {
     "Auto": (None, 1),
     "Explicit": (None, 1),
 }
-"""What is called, and how many of its collectives have nothing compressed."""
+"""A call, and how many of its collectives have nothing compressed."""
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -219,21 +219,24 @@ def described(leaves: Sequence[Leaf]) -> str:
     return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"
 
 
-def scope_of(path: str) -> str | None:
-    """The innermost plan in the path of an operation; "" in the transpose of a plan's operation.
+_SCOPES = re.compile(rf"{SCOPE}\w+")
+_known: dict[str, Plan] = {}
+"""All plans that this process has run, by their scopes."""
 
-    JAX's transposes of native collectives run in backward passes, and belong to no plan.
+
+def scope_of(path: str) -> str | None:
+    """The innermost plan in the path of an operation; "" in the transpose of a native exchange.
+
+    Only exchanges have plans of their own for cotangents. JAX transposes those of leaves that
+    travel natively, and what it puts there belongs to no plan.
     """
     found = None
     for match in _SCOPES.finditer(path):
         _, transposed, inside = path[: match.start()].rpartition("transpose(")
-        found = "" if transposed and inside.count(")") <= inside.count("(") else match[0]
+        back = bool(transposed) and inside.count(")") <= inside.count("(")
+        plan = _known.get(match[0])
+        found = "" if back and plan is not None and plan.kind == "all-to-all" else match[0]
     return found
-
-
-_SCOPES = re.compile(rf"{SCOPE}\w+")
-_known: dict[str, Plan] = {}
-"""All plans that this process has run, by their scopes."""
 
 
 def remember(plan: Plan) -> str:

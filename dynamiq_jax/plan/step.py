@@ -6,7 +6,7 @@ program: a table that is not what the program does says so.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,28 +223,32 @@ def _others(found: Sequence[Collective]) -> list[Other]:
     return sorted(told, key=lambda row: -row.sent_bytes)
 
 
+def _rows_of(run: PlanRun) -> Iterator[tuple[str, ...]]:
+    """The rows of a plan: one for what travels natively, and one for each method."""
+    groups: dict[str, list[Move]] = {}
+    for move in run.plan.moves:
+        groups.setdefault(move.how if move.bucket is not None else "native", []).append(move)
+    for how, own in groups.items():
+        leaves = sum(len(move.leaves) for move in own)
+        size = sum(move.size for move in own)
+        of = f"{leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} coordinates"
+        if how == "native":
+            by = "by JAX: see below" if run.plan.by_jax else "natively"
+            how = "+".join(sorted({move.how for move in own})) + f", {by}"
+        else:
+            of += f", {len(own)} bucket{'s' if len(own) > 1 else ''}"
+        sent = run.times * sum(move.sent_bits for move in own) / 8
+        kind = run.plan.kind + " of cotangents" * run.plan.backward
+        nbytes = "" if run.plan.by_jax else f"{sent:,.0f}"
+        yield kind, of, how, str(run.times), nbytes
+
+
 def _lines(told: StepExplanation) -> list[str]:
-    rows = [("collective", "of", "how", "times", "bytes/step")]
+    rows: list[tuple[str, ...]] = [("collective", "of", "how", "times", "bytes/step")]
     natives: list[tuple[Move, int]] = []
     for run in told.plans:
-        moves = run.plan.moves
-        groups: dict[str, list[Move]] = {}
-        for move in moves:
-            groups.setdefault(move.how if move.bucket is not None else "native", []).append(move)
-        natives += [(move, run.times) for move in moves if move.bucket is None]
-        for how, own in groups.items():
-            leaves = sum(len(move.leaves) for move in own)
-            size = sum(move.size for move in own)
-            of = f"{leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} coordinates"
-            if how == "native":
-                by = "by JAX: see below" if run.plan.by_jax else "natively"
-                how = "+".join(sorted({move.how for move in own})) + f", {by}"
-            else:
-                of += f", {len(own)} bucket{'s' if len(own) > 1 else ''}"
-            sent = run.times * sum(move.sent_bits for move in own) / 8
-            kind = run.plan.kind + " of cotangents" * run.plan.backward
-            nbytes = "" if run.plan.by_jax else f"{sent:,.0f}"
-            rows.append((kind, of, how, str(run.times), nbytes))
+        rows += _rows_of(run)
+        natives += [(move, run.times) for move in run.plan.moves if move.bucket is None]
     for other in told.others[:SHOWN]:
         of = ", ".join(filter(None, (other.array, f"no plan: {other.operation or 'XLA'}")))
         rows.append((other.name, of, "natively", str(other.times), f"{other.sent_bytes:,.0f}"))
