@@ -117,11 +117,11 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 36), "gradients on Auto axes": (on_auto, 44),
-    "gradients on Explicit axes": (on_explicit, 45), "overlapped": (pipeline, 42),
+    "psum": (lambda: trace(psum), 36), "gradients on Auto axes": (on_auto, 45),
+    "gradients on Explicit axes": (on_explicit, 46), "overlapped": (pipeline, 42),
     "FSDP": (fsdp, 38),
-    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 46),
-    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 48),
+    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 47),
+    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 49),
     "sharded updates": (sharded_updates, 44),
 }  # fmt: skip
 """Functions that trace a way, and the most files of ours that they may run."""

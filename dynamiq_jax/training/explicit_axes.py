@@ -57,6 +57,7 @@ from dynamiq_jax.training.explicit_shards import (
     gathered_before,
     gathers,
 )
+from dynamiq_jax.training.scans import FoundError, Scans
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -84,6 +85,8 @@ class _Leaves(NamedTuple):
     """Shards over data axes that are gathered before the loss."""
     deferred: set[int]
     """Leaves that the loss takes typed as reduced, so that their gradients stay unreduced."""
+    scanned: frozenset[int] = frozenset()
+    """Leaves that the loss passes to `dq.scan`, which sums their gradients."""
 
 
 class _Found(NamedTuple):
@@ -149,11 +152,35 @@ class ExplicitGrad(NamedTuple):
         given = self._sorted(params)
         if given.large:
             check_partitioner()
+        metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
+        alone = "metrics=True are those of all gradients" if metrics else ""
+        alone = "a method with a state has nowhere to keep it there" if state is not None else alone
+        alone = "unreduced=True" if unreduced else alone
+        scans = Scans(self.wanted.total, key, alone, mapped=False)
+        try:
+            with scans.trace("stops"):
+                found = self._found(loss, given, data)
+        except FoundError:
+            plain = given._replace(deferred=set())
+            held = self._held(plain, ())
+
+            def value(leaves: list[Array], data: Any) -> Any:
+                found = loss(given.treedef.unflatten(leaves), data)
+                return found[0] if self.wanted.has_aux else found
+
+            reduced = scans.leaves(value, held, data)
+            large, deferred = given.large - reduced, given.deferred - reduced
+            given = given._replace(large=large, deferred=deferred, scanned=frozenset(reduced))
+            with scans.trace("exchanges" if reduced else "plain"):
+                found = self._found(loss, given, data)
+        return found.value, self._joined(given, found, key, state)
+
+    def _found(self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any) -> _Found:
+        """The value and the gradients, as terms or sums."""
         try:
             value, back, aux = self._forward(loss, given, data)
         except refusals() as error:
-            found = self._despite(error, loss, given, data)
-            return found.value, self._joined(given, found, key, state)
+            return self._despite(error, loss, given, data)
         program = _Program.of(back, given)
         self._check_maps(given, program)
         axes = axes_above_one(self.axis.names, self.mesh.shape)
@@ -164,7 +191,7 @@ class ExplicitGrad(NamedTuple):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
-                    return found.value, self._joined(given, found, key, state)
+                    return found
         why = self._warn_of_program(given, program, native)
         if native & given.deferred:  # summed by JAX they would be compressed on top
             given = given._replace(deferred=given.deferred - native)
@@ -173,12 +200,10 @@ class ExplicitGrad(NamedTuple):
             with self._explained(given, data), traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
         except refusals() as error:
-            found = self._despite(error, loss, given, data)
-        else:
-            pairs = zip(grads, given.leaves, strict=True)
-            terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-            found = _Found((value, aux) if self.wanted.has_aux else value, terms, {}, why)
-        return found.value, self._joined(given, found, key, state)
+            return self._despite(error, loss, given, data)
+        pairs = zip(grads, given.leaves, strict=True)
+        terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, {}, why)
 
     def _sorted(self, params: Any) -> _Leaves:
         """Which leaf goes which way; warns of many bytes that are gathered."""
@@ -340,11 +365,12 @@ class ExplicitGrad(NamedTuple):
 
     def _marked(self, given: _Leaves, found: _Found) -> tuple[dict[int, Array], dict[int, Array]]:
         """Terms and sums; the program says of those that JAX has summed why, for `dq.explain`."""
-        # Gradients of shards that the loss gathers by `fsdp` are summed and scattered there.
+        # Gradients of shards that the loss gathers by `fsdp` are summed there.
         done = {i: x for i, x in found.terms.items() if not unreduced_axes(x)}
         why = {**dict.fromkeys(done, BY_USE), **found.why}
         summed = done | found.sums
-        own = {i: x for i, x in summed.items() if i not in given.own or i in found.why}
+        ours = given.own - found.why.keys() | given.scanned
+        own = {i: x for i, x in summed.items() if i not in ours}
         plan = plan_of_sums(self.wanted.total, given.params, given.placed, self.mesh)
         after = marked(own, plan, why)
         terms = {i: after.get(i, x) if i not in found.sums else x for i, x in found.terms.items()}

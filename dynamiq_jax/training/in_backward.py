@@ -188,7 +188,7 @@ class Reducer:
             f"{self._caller} has derivatives of the first order only; for others reduce after "
             "jax.grad, with dq.pmean"
         )
-        own = [_constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
+        own = [constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
         if all(moves):
             return treedef.unflatten(own)
         if not self._by_name:
@@ -241,10 +241,10 @@ def constant_copies(copies: Any) -> Any:
         "copies are differentiated, and their gradients are those of params; take jax.grad of the "
         "argument that holds params alone"
     )
-    return jax.tree.map(lambda x: _constant(x, error), copies)
+    return jax.tree.map(lambda x: constant(x, error), copies)
 
 
-def _constant(x: Any, error: Exception) -> Any:
+def constant(x: Any, error: Exception) -> Any:
     """``x``; its derivative raises the error."""
 
     @jax.custom_jvp
