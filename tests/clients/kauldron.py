@@ -18,7 +18,7 @@ GRADIENTS = Change(
         allow_int=True,
     )
 """,
-    """    words = context_lib.Context("same", "rows", "same", "same", "rows", "rows", "sum", "mean")
+    """    words = context_lib.Context(*"same rows same same rows rows sum mean".split())
     grad_fn = dq.value_and_grad(
         lambda p, context, **rest: forward_with_loss(context.replace(params=p), **rest),
         has_aux=True, axis_name="devices", mesh=sharding_lib.DEVICES_MESH, aux=words,
