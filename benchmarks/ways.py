@@ -1,7 +1,8 @@
 """Every way to train, by name: `make_way` gives its first state and its step.
 
-A name is ``WAY[-checkpoint][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS` lists the
-ways. ``checkpoint`` computes each block again in the backward pass. GRADIENTS says how gradients
+A name is ``WAY[-checkpoint][-scanned][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS`
+lists the ways. ``checkpoint`` computes each block again in the backward pass. ``scanned`` stacks
+the blocks, and runs them in a scan. GRADIENTS says how gradients
 travel. OTHERS says it of parameters' differences (zero) or of parameters (fsdp). Each is a number
 of bits of DynamiQ, with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error``
 (``mxfp8``, ``f32``). Differences always have dither. Fewer than 2.375 bits (``4d/2``) have the
@@ -71,9 +72,9 @@ class Model(NamedTuple):
         return self._replace(functions=(first, *self.functions[1:]))
 
 
-def llama(config: Config, checkpoint: bool = False) -> Model:
-    """The example's model: the embedding, every block, the head and loss."""
-    stages = make_stages(dataclasses.replace(config, remat=checkpoint))
+def llama(config: Config, checkpoint: bool = False, scanned: bool = False) -> Model:
+    """The example's model: the embedding, every block or all stacked, the head and loss."""
+    stages = make_stages(dataclasses.replace(config, remat=checkpoint), scanned)
     shapes = jax.eval_shape(lambda key: stages.split(init_params(config, key)), jax.random.key(0))
 
     def first_on_explicit(function: Any, axes: Any) -> Callable:
@@ -111,8 +112,8 @@ class Way(NamedTuple):
 class Training:
     """The model, optimizer and devices that all ways share."""
 
-    make_model: Callable[[bool], Model]
-    """(checkpoint) -> the model, its blocks computed again or not."""
+    make_model: Callable[..., Model]
+    """(checkpoint, scanned) -> the model, its blocks computed again or not, and stacked or not."""
     optimizer: optax.GradientTransformation
     """An optimizer without a clip."""
     mesh: Mesh
@@ -205,7 +206,13 @@ def placed(shapes: Any, mesh: Mesh, specs: Any) -> Any:
 
 def shards(t: Training, model: Model) -> Any:
     """Specs of parameters whose matrices are split by rows."""
-    return jax.tree.map(lambda w: P(t.axes) if w.ndim > 1 else P(), model.shapes)
+
+    def of_function(function: Any, own: Any) -> Any:
+        layers = isinstance(function, dq.Scanned)  # of which the first dimension is the number
+        spec = P(*[None] * layers, t.axes)
+        return jax.tree.map(lambda w: spec if w.ndim - layers > 1 else P(), own)
+
+    return tuple(map(of_function, model.functions, model.shapes))
 
 
 def explicit(t: Training) -> Mesh:
@@ -451,6 +458,8 @@ class Kind(NamedTuple):
     methods: tuple[str, ...] = ()
     """The methods, where the name has none."""
     about: str = ""
+    scans: bool = True
+    """Whether the exchange can be in a scan over the blocks, or there is none."""
 
 
 ZERO, FSDP = ("5", "2.5"), ("5", "8")
@@ -459,14 +468,14 @@ KINDS = {
     "bf16-psum": Kind(partial(in_a_map, how="pmean"), (), "lax.pmean after the backward pass"),
     "psum": Kind(partial(in_a_map, how="psum"), ("5",), "dq.pmean after the backward pass"),
     "dp": Kind(partial(in_a_map, how="pipeline"), ("5",), "dq.overlapped"),
-    "dp-layers": Kind(partial(in_a_map, how="layers"), ("5",), "dq.fsdp"),
+    "dp-layers": Kind(partial(in_a_map, how="layers"), ("5",), "dq.fsdp", scans=False),
     "auto": Kind(partial(on_mesh, kind="auto"), ("5",), "dq.value_and_grad, Auto axes"),
     "explicit": Kind(partial(on_mesh, kind="explicit"), ("5",), "the same, Explicit axes"),
     "bf16-zero": Kind(zero_by_hand, (), "ZeRO-1 by lax.psum_scatter and lax.all_gather"),
     "zero": Kind(partial(sharded_updates, how="after"), ZERO, "dq.optax.sharded"),
     "zero-pipeline": Kind(partial(sharded_updates, how="pipeline"), ZERO, "after dq.overlapped"),
     "zero-dear": Kind(partial(sharded_updates, how="dear"), ZERO, "the same, in DeAR's order"),
-    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after fsdp"),
+    "zero-layers": Kind(partial(sharded_updates, how="layers"), ZERO, "after fsdp", scans=False),
     "zero-auto": Kind(
         partial(sharded_updates, how="auto"), ZERO, "after value_and_grad, Auto axes"
     ),
@@ -475,25 +484,30 @@ KINDS = {
     ),
     "xla-fsdp": Kind(partial(fsdp, how="xla"), (), "shards under jax.jit"),
     "bf16-fsdp": Kind(
-        partial(fsdp, text="bf16", gather="bf16", how="layers"), (), "fsdp-layers in 16 bits"
+        partial(fsdp, text="bf16", gather="bf16", how="layers"),
+        (),
+        "fsdp-layers in 16 bits",
+        scans=False,
     ),
     "fsdp": Kind(partial(fsdp, how="pipeline"), FSDP, "dq.overlapped"),
     "fsdp-keep": Kind(partial(fsdp, how="keep"), FSDP, "the same; payloads stay for the way back"),
-    "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.fsdp"),
-    "fsdp-explicit": Kind(partial(fsdp, how="explicit"), FSDP, "the same in dq.value_and_grad"),
+    "fsdp-layers": Kind(partial(fsdp, how="layers"), FSDP, "dq.fsdp", scans=False),
+    "fsdp-explicit": Kind(
+        partial(fsdp, how="explicit"), FSDP, "the same in dq.value_and_grad", scans=False
+    ),
     "fsdp-auto": Kind(partial(fsdp, how="auto"), ("5",), "dq.value_and_grad; gathers all, exactly"),
 }
 
 
-def parse(text: str, training: Training) -> tuple[Kind, bool, tuple[str, ...]]:
-    """The kind, whether blocks are checkpointed, and the methods of a name; see the module.
+def parse(text: str, training: Training) -> tuple[Kind, frozenset[str], tuple[str, ...]]:
+    """The kind, what is done with blocks, and the methods of a name; see the module.
 
     Raises:
       ValueError: there is no such way or method, or the name has more methods than the way.
     """
     name, _, rest = text.partition(":")
-    base, *options = re.split("-(?=checkpoint)", name)
-    if base not in KINDS or {*options} - {"checkpoint"}:
+    base, *options = re.split("-(?=checkpoint|scanned)", name)
+    if base not in KINDS or {*options} - {"checkpoint", "scanned"}:
         try:
             training.request(text)
         except ValueError as error:
@@ -502,6 +516,11 @@ def parse(text: str, training: Training) -> tuple[Kind, bool, tuple[str, ...]]:
             ) from error
         base, options, rest = "dp", [], text
     kind, methods = KINDS[base], tuple(rest.split("/") if rest else ())
+    if "scanned" in options and not kind.scans:
+        scanning = ", ".join(name for name, own in KINDS.items() if own.scans)
+        raise ValueError(
+            f"way {text!r}: {base} exchanges each layer by itself; in a scan run {scanning}"
+        )
     if len(methods) > len(kind.methods):
         raise ValueError(
             f"way {text!r} has {len(methods)} methods, and {base} takes {len(kind.methods)}"
@@ -509,13 +528,16 @@ def parse(text: str, training: Training) -> tuple[Kind, bool, tuple[str, ...]]:
     for method in methods:
         training.request(method)
     methods += kind.methods[len(methods) :]
-    return kind, "checkpoint" in options, methods
+    return kind, frozenset(options), methods
 
 
 def make_way(text: str, training: Training) -> Way:
     """The way that a name means."""
-    kind, checkpoint, methods = parse(text, training)
-    return kind.build(training, checkpoint, *methods)
+    kind, blocks, methods = parse(text, training)
+    if "scanned" in blocks:
+        model = partial(training.make_model, scanned=True)
+        training = dataclasses.replace(training, make_model=model)
+    return kind.build(training, "checkpoint" in blocks, *methods)
 
 
 _numbers = itertools.count()

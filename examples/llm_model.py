@@ -20,6 +20,8 @@ import optax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
+import dynamiq_jax as dq
+
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
 AttentionKernel = Literal["xla", "cudnn"]
@@ -298,7 +300,7 @@ class Stages(NamedTuple):
     """A model as functions that follow each other, for `dq.overlapped`."""
 
     functions: tuple[Callable[[Any, Any], Any], ...]
-    """The embedding, every block, and the head with the loss."""
+    """The embedding, every block or a scan over them, and the head with the loss."""
     split: Callable[[nnx.State], tuple[Any, ...]]
     """From the model's parameters to those of each function."""
 
@@ -310,11 +312,13 @@ class Stages(NamedTuple):
         return x
 
 
-def make_stages(config: Config) -> Stages:
+def make_stages(config: Config, scanned: bool = False) -> Stages:
     """Cuts the loss of `make_loss` into functions, which compute it from ``tokens``.
 
     Args:
         config: of the model.
+        scanned: whether one function, a `dq.Scanned`, stands for all blocks. Their parameters are
+            then stacked, and the program does not grow with their number.
 
     Raises:
         ValueError: the head is the embedding: two functions would use it.
@@ -342,7 +346,10 @@ def make_stages(config: Config) -> Stages:
 
     def split(params: nnx.State) -> tuple[Any, ...]:
         blocks = [params["blocks"][i] for i in range(config.n_layers)]
+        if scanned:
+            blocks = [jax.tree.map(lambda *rows: jnp.stack(rows), *blocks)]
         return params["embed"], *blocks, {name: params[name] for name in ("norm", "head")}
 
     one = jax.checkpoint(block) if config.remat else block
-    return Stages((embed, *[one] * config.n_layers, head), split)
+    middle = [dq.Scanned(one)] if scanned else [one] * config.n_layers
+    return Stages((embed, *middle, head), split)

@@ -21,6 +21,7 @@ from workers import gradient, mesh_of
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
+from dynamiq_jax.compression import shards
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
 from dynamiq_jax.topologies import choice as rule
 from dynamiq_jax.topologies import links
@@ -306,18 +307,22 @@ def test_a_limit_that_the_user_gave_stands_for_scatters_too(given, compressed):
 @pytest.mark.parametrize("fast", [True, False])
 def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
     monkeypatch.setattr(compressing, "fast_links", lambda: fast)
+    monkeypatch.setattr(shards, "fast_links", lambda: fast)
     leaf, limits = (
         jax.ShapeDtypeStruct((1024, 256), jnp.float32),
         dq.Compression(min_bucket_bytes=0),
     )
-    rows = limits.explain(leaf, 2, verbose=False).ways
-    named = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0).explain(leaf, 2, verbose=False).ways
-    assert not any("in bf16" in row.call for row in named)
-    assert ["in bf16" in row.call for row in rows] == [False, False, fast]
-    _, updates, fsdp = (row.sent_bytes for row in rows)
-    assert updates == named[1].sent_bytes
+    told = limits.explain(leaf, 2, verbose=False)
+    named = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0).explain(leaf, 2, verbose=False)
+    for found in (told, named):  # a method of gradients says nothing of parameters
+        assert ("shards and their gradients travel in bf16" in str(found)) == fast
+    _, updates, fsdp = (row.sent_bytes for row in told.ways)
+    _, alike, scattered = (row.sent_bytes for row in named.ways)
+    assert updates == alike
     # Half of the leaf to the other worker, and twice back, of two bytes each.
-    assert fsdp == (3 * leaf.size if fast else named[2].sent_bytes)
+    gathered = 2 * leaf.size if fast else 2 * leaf.size // 2 * 8 / 8
+    assert scattered == pytest.approx(leaf.size // 2 * 5 / 8 + gathered, rel=0.02)
+    assert fsdp == (3 * leaf.size if fast else scattered)
 
 
 def test_processes_of_one_gpu_each_have_a_limit_of_their_own(monkeypatch):

@@ -200,29 +200,54 @@ def test_ways_to_train_are_compared():
     whole, sharded, fsdp = found.ways
     assert whole.sent_bytes == found.wire_bytes
     share = (n - 1) / n * size / 8
-    assert sharded.sent_bytes == pytest.approx((5 + 2.5) * share, rel=0.01)
+    # Gradients have no plan unless a backward pass hides its time: widths fill 4.875 of 5 bits.
+    assert sharded.sent_bytes == pytest.approx((4.875 + 2.5) * share, rel=0.01)
     assert fsdp.sent_bytes == pytest.approx((5 + 8 + 8) * share, rel=0.01)
     small = 12 * 7
-    kept = [small + 12 * size, small + (4 + 12 / n) * size, small + 12 / n * size]
+    # Masters, moments, and slices of the copy, of whole leaves, too.
+    updates = 4 * (size + 7) + 16 * (size / n + 7)
+    kept = [small + 12 * size, updates, small + 12 / n * size]
     assert [way.kept_bytes for way in found.ways] == kept
     gradients = [4 * (size + 7), 4 * (size + 7), 4 * (size / n + 7)]
     assert [way.gradient_bytes for way in found.ways] == gradients
     *_, head, first, second, third = str(found).splitlines()
     assert head.split() == "way to train sends MB/step keeps MB gradients MB by".split()
-    assert second.split()[2:] == ["13.8", "92.3", "67.1", "dq.optax.sharded"]
+    assert second.split()[2:] == ["13.4", "100.7", "67.1", "dq.optax.sharded"]
     assert (first.split()[-1], third.split()[0]) == ("dq.psum", "FSDP")
     half = dataclasses.replace(method, method=dq.ErrorFeedback(dq.contrib.MXFP8()))
     assert half.explain(tree, n, verbose=False).ways == ()
     assert method.explain({"b": tree["b"]}, n, verbose=False).ways == ()
 
 
-@pytest.mark.parametrize("plan", [None, True, False])
-def test_sharded_updates_of_a_leaf_that_cannot_be_split_send_its_sum(plan):
+def test_sharded_updates_of_a_leaf_that_cannot_be_split_send_its_sum_compressed():
     """Every worker updates all of a leaf without a dimension of at least as many entries."""
     leaf, n = jax.ShapeDtypeStruct((7,) * 7, jnp.float32), 8
-    method = dq.Compression(dq.DynamiQ(plan=plan), min_bucket_size=1)
-    _, updates, _ = dq.explain(leaf, n, compression=method, verbose=False).ways
-    assert updates.sent_bytes == 2 * (n - 1) / n * 4 * leaf.size
+    method = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
+    whole, updates, fsdp = dq.explain(leaf, n, compression=method, verbose=False).ways
+    assert updates.sent_bytes == fsdp.sent_bytes == whole.sent_bytes
+    assert [plan.kind for plan, _ in updates.plans] == ["all-reduce"]
+
+
+def test_a_way_whose_leaves_travel_natively_says_so():
+    """Two leaves share a bucket of an all-reduce; workers split only one, which is too small."""
+    tree = {"a": jax.ShapeDtypeStruct((64, 96), "f"), "b": jax.ShapeDtypeStruct((5,) * 5, "f")}
+    explain = lambda method: dq.explain(
+        tree,
+        8,
+        compression=dq.Compression(method, min_leaf_size=1000, min_bucket_size=8000),
+        verbose=False,
+    )
+    found = explain(dq.DynamiQ())
+    assert {row.route for row in found.rows} == {"compressed"}
+    lines = str(found).splitlines()
+    why = "100% of the bytes travel natively; ['b']: bucket of 3125 < min_bucket_size 8000"
+    assert f"sharded updates: {why}" in lines
+    why = "100% of the bytes travel natively; ['a']: bucket of 768 < min_bucket_size 1000"
+    assert f"FSDP: {why}" in lines  # an eighth of the leaf and of the limit
+    for method in (dq.F32(), None):  # as it was asked, and compressed
+        assert not any(
+            x.natives for x in dq.explain(LARGE, 8, compression=method, verbose=False).ways
+        )
 
 
 def test_a_rate_gives_the_wires_times_and_the_fastest_way(capsys):
@@ -266,8 +291,8 @@ def test_workers_that_share_a_link_take_the_time_of_one_worker_among_the_hosts()
     whole = dq.explain(LARGE, 4, compression=over(dq.Butterfly(), method), **told)
     hosts = dq.explain(LARGE, (4, 8), compression=method, **told)
     pairs = zip(hosts.ways, whole.ways, strict=True)
-    for ours, alone in pairs:
-        assert ours.wire_ms == pytest.approx(alone.wire_ms, rel=0.02)
+    for ours, alone in pairs:  # two levels fill 5 bits without a plan, and one 4.875
+        assert ours.wire_ms == pytest.approx(alone.wire_ms, rel=0.03)
     ms = lambda found: float(re.search(r"bf16 psum takes (\d+\.\d)", found.fastest)[1])
     assert ms(hosts) == pytest.approx(ms(whole), rel=0.01)
     assert "which 8 workers share" in hosts.fastest

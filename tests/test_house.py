@@ -117,8 +117,8 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 37), "gradients on Auto axes": (on_auto, 45),
-    "gradients on Explicit axes": (on_explicit, 46), "overlapped": (pipeline, 42),
+    "psum": (lambda: trace(psum), 37), "gradients on Auto axes": (on_auto, 46),
+    "gradients on Explicit axes": (on_explicit, 47), "overlapped": (pipeline, 43),
     "FSDP": (fsdp, 42),
     "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 50),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 52),

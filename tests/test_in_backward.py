@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once, put
 
 import dynamiq_jax as dq
+from dynamiq_jax.compression import shards
 from dynamiq_jax.reduction import reduction
 
 N, DIM, LAYERS = 4, 128, 3
@@ -313,7 +314,7 @@ def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_shards_travel_in_bf16_over_fast_links(fast, monkeypatch):
-    monkeypatch.setattr(reduction, "fast_links", lambda: fast)
+    monkeypatch.setattr(shards, "fast_links", lambda: fast)
     limits = dataclasses.replace(LAYER, method=None)
     step = gradient(mesh_of("data"), "data", SPECS, compression=limits)
     default, told = step(*problem()), dq.explain(step, *problem(), verbose=False)

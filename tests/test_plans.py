@@ -1,7 +1,10 @@
 """Plans are the program: their bytes are those of the compiled program's collectives."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 import test_ways
@@ -140,3 +143,88 @@ def test_what_explain_is_given_is_a_step_or_a_tree():
     with pytest.raises(TypeError, match="takes a tree and n_workers, and got 0 arguments"):
         dq.explain({"w": jnp.ones(3)})  # type: ignore[call-overload]
     assert dq.explain(tree=jnp.ones(8), n_workers=4, verbose=False).n_workers == 4
+
+
+# --- A model that is not there: what `explain` prints of a tree -----------------------------------
+
+LAYERS = 3
+"""The layers of FSDP, each like the tree: XLA on CPUs drops a gather that repeats another one."""
+
+
+def random_model(seed):
+    """A tree with small, large and odd leaves; workers on one axis or two; a policy."""
+    rng = np.random.default_rng(seed)
+    sizes = [(2,), (3,), (4,), (8,), (2, 2), (2, 4)][seed % 6]
+    lengths = lambda: tuple(map(int, rng.choice([3, 5, 8, 24, 48, 120], rng.integers(1, 4))))
+    shapes = [*(lengths() for _ in range(4)), (48, 64), (7, 7, 7, 7), (1203,)]
+    tree = {f"{'ab'[i % 2]}{i}": np.ones(shape, "f") for i, shape in enumerate(shapes)}
+    pick = lambda *values: values[int(rng.integers(len(values)))]
+    gradients = dq.Compression(
+        pick(dq.DynamiQ(), dq.contrib.MinMax(), dq.F32(), CHEAP.method),
+        exclude=pick(None, "a0|b1"),
+        min_leaf_size=500,
+        min_bucket_size=pick(1, 3000),
+        min_bucket_bytes=0,
+    )
+    gathers = pick(None, dq.BF16(), dq.contrib.MinMax(), dq.DynamiQ(bits=4))
+    return tree, sizes, dq.Policy(gradients=gradients, parameters=gathers)
+
+
+def steps_of_ways(tree, sizes, policy):
+    """A step of each way that `explain` of the tree tells of, its arguments, and its calls."""
+    names, n = ("node", "gpu")[-len(sizes) :], int(np.prod(sizes))
+    mesh = mesh_of(*sizes, names=names)
+    maps = {"mesh": mesh, "check_vma": False}
+
+    def like(tree, specs):
+        placed = lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec)
+        )
+        return jax.tree.map(placed, tree, specs)
+
+    whole = jax.tree.map(lambda _: P(), tree)
+    sums = lambda tree: dq.psum(tree, names, compression=policy)
+    yield jax.shard_map(sums, in_specs=P(), out_specs=P(), **maps), [like(tree, whole)], 1
+
+    optimizer = dq.optax.sharded(optax.sgd(0.1), names, compression=policy)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(optimizer.init, tree)
+    specs = dq.optax.state_specs(state)
+    in_specs, out_specs = (P(), specs, P()), (P(), specs)
+    update = jax.shard_map(optimizer.update, in_specs=in_specs, out_specs=out_specs, **maps)
+    yield update, [like(tree, whole), like(state, specs), like(tree, whole)], 1
+
+    def split(spec, x):  # as sharded updates do where they need no zeros
+        even = all(x.shape[d] % n == 0 for d, entry in enumerate(spec) if entry)
+        return spec if even else P()
+
+    of_layer = jax.tree.map(split, specs.masters, tree)
+    shards = jax.tree.map(lambda spec: P(None, *spec), of_layer)
+
+    @jax.checkpoint
+    def layer(x, own):
+        used = dq.fsdp(own, names, specs=of_layer, compression=policy)
+        return sum(jnp.sum(jnp.sin(w * x)) for w in jax.tree.leaves(used)), None
+
+    def gradients(layers):
+        return jax.value_and_grad(lambda own: jax.lax.scan(layer, jnp.float32(1), own)[0])(layers)
+
+    layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct((LAYERS, *x.shape), x.dtype), tree)
+    fsdp = jax.shard_map(gradients, in_specs=(shards,), out_specs=(P(), shards), **maps)
+    yield fsdp, [like(layers, shards)], LAYERS
+
+
+@pytest.mark.filterwarnings("ignore:.*have no dimension", "ignore:.*are summed by jax.lax.psum")
+@pytest.mark.parametrize("seed", daily(range(24), [5]))
+def test_the_ways_of_a_tree_are_the_plans_of_their_steps(seed):
+    tree, sizes, policy = random_model(seed)
+    told = dq.explain(tree, sizes, compression=policy, verbose=False)
+    for way, (step, args, calls) in zip(told.ways, steps_of_ways(tree, sizes, policy), strict=True):
+        found = dq.explain(step, *args, verbose=False)
+        check(found)
+        planned = collections.Counter()
+        for plan, times in way.plans:
+            planned[plan.scope] += calls * times
+        assert {run.plan.scope: run.times for run in found.plans} == planned, way.name
+        sent = sum(run.sent_bytes for run in found.plans)
+        assert sent == pytest.approx(calls * way.sent_bytes)

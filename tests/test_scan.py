@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from asserts import assert_replicas_equal, assert_same_bits
 from cases import CHEAP, EXACT, daily, small
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, local, mapped, once
 
 import dynamiq_jax as dq
+import dynamiq_jax.optax
 from dynamiq_jax.core.compat import inner_jaxprs
 
 N, DIM, LAYERS = 4, 32, 4
@@ -337,3 +339,53 @@ def test_a_scan_among_functions_does_what_a_list_of_them_does(way, remat):
     found, expected = (jax.device_get(run(f)(params, params, x)) for f in (scanned, in_list))
     assert_same_bits(found, expected)
     assert all(np.any(g != 0) for g in jax.tree.leaves(found[1]))
+
+
+@pytest.mark.parametrize("form", daily({"": {}, "reverse": {"reverse": True}, "one": {}}, [""]))
+def test_pending_differences_of_a_scan_have_the_bits_of_the_order_of_before(form):
+    """Losses, masters and parameters; also those that `jax.lax.scan` and plain updates give."""
+    params, x = model(1 if form == "one" else 3)
+    functions = [embed, dq.Scanned(jax.checkpoint(block), reverse=form == "reverse"), head]
+
+    def train(how):
+        policy = dq.Policy(gradients=F32, parameters=F32)
+        optimizer = dq.optax.sharded(
+            optax.sgd(0.3, 0.9), "data", compression=policy, deferred=how == "pending"
+        )
+        mesh = auto_mesh(N)
+        copies = jax.device_put(params, jax.NamedSharding(mesh, P()))
+        state = dq.optax.init(optimizer, copies, mesh)
+        specs = dq.optax.state_specs(state)
+        assert specs.masters[1]["kernel"][:2] == (None, "data")
+
+        def loss(masters, copies, pending, x):
+            options = {"specs": specs.masters, "copies": copies, "pending": pending}
+            found = dq.overlapped(functions, masters, x, "data", compression=F32, **options)
+            return (found, copies) if pending is None else found
+
+        def plain(copies, x):
+            for function, own in zip(functions, copies, strict=True):
+                x = function(own, x)
+            return x
+
+        def step(copies, state, x):
+            if how == "plain":
+                value, grads = jax.value_and_grad(plain)(local(copies, True), x)
+            else:
+                both = jax.value_and_grad(loss, has_aux=True)
+                (value, copies), grads = both(state.masters, copies, state.pending, x)
+            updates, state = optimizer.update(grads, state, copies)
+            return optax.apply_updates(copies, updates), state, lax.pmean(value, "data")
+
+        maps: Any = {"in_specs": (P(), specs, P("data")), "out_specs": (P(), specs, P())}
+        mapped_step = jax.shard_map(step, mesh=mesh, check_vma=True, **maps)
+        run, losses = jax.jit(mapped_step), []
+        for scale in (1, 0.5, 2):
+            copies, state, value = run(copies, state, x * np.float32(scale))
+            losses.append(value)
+        return jax.device_get((losses, state.masters, dq.optax.gathered(copies, state)))
+
+    found, before, plain = map(train, ("pending", "ready", "plain"))
+    assert_same_bits(found, before)
+    assert_same_bits(found, plain)
+    assert len({*map(float, found[0])}) == 3

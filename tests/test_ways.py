@@ -35,14 +35,15 @@ OPTIMIZER = optax.sgd(0.2, momentum=0.9)
 EXACT = [
     f"{name}{option}:{'/'.join(['f32'] * len(kind.methods))}".rstrip(":")
     for name, kind in ways.KINDS.items()
-    for option in ("", "-checkpoint")
-    if name not in ("none", "bf16-fsdp")
+    for option in ("", "-checkpoint", "-scanned", "-checkpoint-scanned")
+    if name not in ("none", "bf16-fsdp") and (kind.scans or "scanned" not in option)
 ]
 """All ways but those that average nothing, or always in 16 bits."""
 BF16 = [
     "auto:f32", "explicit:f32", "dp:f32", "zero:f32/f32", "zero-pipeline:f32/f32",
     "zero-auto:f32/f32", "zero-explicit:f32/f32", "bf16-zero", "bf16-fsdp", "xla-fsdp",
     "fsdp:f32/f32", "fsdp-layers-checkpoint:f32/f32", "fsdp-explicit-checkpoint:f32/f32",
+    "zero-dear-checkpoint-scanned:f32/f32", "fsdp-scanned:f32/f32",
 ]  # fmt: skip
 """Functions take parameters in bf16."""
 COMPRESSED = [
@@ -51,7 +52,9 @@ COMPRESSED = [
     for name in ([f"{name}:{'/'.join(kind.methods)}"] if kind.methods else [])
 ] + [
     "dp-layers-checkpoint:5", "fsdp-checkpoint:5/8", "fsdp-layers-checkpoint:5/8",
-    "zero-pipeline:4d/2", "zero-dear:4d/2",
+    "zero-pipeline:4d/2", "zero-dear:4d/2", "dp-checkpoint-scanned:5",
+    "zero-pipeline-checkpoint-scanned:5/2.5", "zero-dear-checkpoint-scanned:5/2.5",
+    "fsdp-checkpoint-scanned:5/8", "fsdp-keep-checkpoint-scanned:5/8",
     "fsdp-explicit-checkpoint:5/8", "fsdp:4d/bf16", "dp:mxfp8", "explicit:mxfp8",
     "zero:mxfp8/mxfp8", "zero-pipeline:mxfp8/mxfp8", "zero-explicit:mxfp8/2.5",
     "fsdp:mxfp8/mxfp8", "fsdp-layers:mxfp8/8", "fsdp-explicit:minmax:4/mxfp8", "fsdp:qsgd/mxfp6",
@@ -208,6 +211,7 @@ def test_compressed_a_way_trains_and_replicas_have_equal_bits(text, kind):
         ("zero-checkpoints", "'zero-checkpoints': pass one of none"),
         ("dp:5/8", "'dp:5/8' has 2 methods, and dp takes 1"),
         ("fsdp:5/mxfp8:3", "mxfp8 has no choice of bits"),
+        ("fsdp-layers-scanned", "each layer by itself; in a scan run none, .*zero-dear"),
     ],
 )
 def test_names_of_ways_that_are_not_known_are_refused(text, complaint):

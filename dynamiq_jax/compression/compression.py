@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,16 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.explanation import Explanation, explain_plan
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import Choose, bytes_per_second
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, Options, axis_counts, check_axis, check_fields, sizes_on
 from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels
-from dynamiq_jax.plan.plan import Kind, Native, Plan
-from dynamiq_jax.topologies import AnyTopology, Direct, Hierarchical, Topology
-from dynamiq_jax.topologies.choice import assumed, automatic, with_transport
+from dynamiq_jax.plan.plan import EXCLUDED, Kind, Native, Plan
+from dynamiq_jax.topologies import AnyTopology, Direct, Topology
+from dynamiq_jax.topologies.choice import automatic, with_transport
 from dynamiq_jax.topologies.links import fast_links, slow_by_choice
 from dynamiq_jax.topologies.transports import TransportName
 from dynamiq_jax.tree.leaves import (
@@ -35,6 +33,9 @@ from dynamiq_jax.tree.leaves import (
     with_scale_axes,
 )
 from dynamiq_jax.tree.placement import bucket_axes, n_parts, placed_leaves
+
+if TYPE_CHECKING:
+    from dynamiq_jax.compression.explanation import Explanation
 
 ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 """``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
@@ -179,8 +180,7 @@ class Compression(Options):
         pushed = None
         if fast and not overlaps:
             pushed = self._pushed(method, self.topology or topology, n_workers)
-        in_bf16 = fast and self.method is None
-        told = limits, reason, pushed, in_bf16, defaults
+        told = limits, reason, pushed, defaults
         route = Route(method, topology, sizes, runner, flat, *told)
         runner.check(n_workers, flat)
         return route
@@ -221,7 +221,7 @@ class Compression(Options):
         for method in dict.fromkeys(methods):
             own = [leaf for leaf, chosen in zip(leaves, methods, strict=True) if chosen == method]
             if method is None:
-                exact += [(leaf, "excluded") for leaf in own if leaf.index not in without]
+                exact += [(leaf, EXCLUDED) for leaf in own if leaf.index not in without]
                 continue
             route = self.route(sizes, method, **options)
             route.check(kind)
@@ -295,7 +295,7 @@ class Compression(Options):
         mesh: Mesh | None = None,
         specs: Any = None,
         rate: str | None = None,
-    ) -> Explanation:
+    ) -> "Explanation":
         """Explains `psum` of ``tree`` over ``n_workers``; prints the table unless told not to.
 
         If there are more workers than JAX has devices, they belong to another cluster. Then the
@@ -316,6 +316,8 @@ class Compression(Options):
         Raises:
           ValueError: an argument is invalid.
         """
+        from dynamiq_jax.compression.explain import explained  # which imports this module
+
         explanation = explained(self, tree, n_workers, mesh=mesh, specs=specs, rate=rate)
         if verbose:
             print(explanation)
@@ -393,39 +395,6 @@ class Compression(Options):
             "limits": "; ".join(repr(route.limits) for route in routes),
             "tree": "; ".join(f"{x.name}: {x.dtype.name}{list(x.shape)}" for x in leaves),
         } | agreement.described(options)
-
-
-def explained(
-    compression: Compression,
-    tree: Any,
-    n_workers: int | tuple[int, ...],
-    *,
-    mesh: Mesh | None,
-    specs: Any,
-    rate: str | None,
-    parameters: Choose | None = None,
-) -> Explanation:
-    """See `Compression.explain`; ``parameters`` chooses how parameters travel, else by default."""
-    per_second = None if rate is None else bytes_per_second(rate)
-    sizes = axis_counts(n_workers)
-    elsewhere = assumed(sizes)
-    if rate is not None and elsewhere is None:
-        elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
-    leaves, _ = placed_leaves(tree, mesh, specs)
-    plan = compression.plan(leaves, sizes, here=elsewhere is None)
-    routes = dict.fromkeys(bucket.route for bucket in plan.buckets)
-    routes = list(routes) or [compression.route(sizes, here=elsewhere is None)]
-    explanation = explain_plan(plan, routes, elsewhere, parameters)
-    if per_second:
-        per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
-        if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
-            raise ValueError(
-                f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
-                "many of its bytes cross hosts is not known; leave the topology out, or pass "
-                "dq.Hierarchical()"
-            )
-        explanation = explanation.at_rate(str(rate), per_second, per_host)
-    return explanation
 
 
 def first_states(plan: Plan, counts: list[int]) -> tuple[State, ...]:

@@ -5,12 +5,15 @@ from typing import Any, overload
 
 from jax.sharding import Mesh
 
-from dynamiq_jax.compression.compression import explained
-from dynamiq_jax.compression.explanation import Explanation
-from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression, as_topology
-from dynamiq_jax.compression.ways import bytes_per_second
+from dynamiq_jax.compression.explanation import Explanation, explain_plan
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
+from dynamiq_jax.compression.ways import bytes_per_second, ways_of
+from dynamiq_jax.core.checks import axis_counts
 from dynamiq_jax.former import formerly
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
+from dynamiq_jax.topologies import Hierarchical
+from dynamiq_jax.topologies.choice import assumed
+from dynamiq_jax.tree.placement import placed_leaves
 
 
 @overload
@@ -92,10 +95,41 @@ def explain(
             f"explain takes a tree and n_workers, and got {len(sizes)} arguments after the tree; "
             "pass explain(params, 8), or a step and its arguments"
         )
-    options: dict[str, Any] = {"mesh": mesh, "specs": specs, "rate": rate}
-    if isinstance(compression, Policy) and compression.parameters is not None:
-        options["parameters"] = as_compression(compression, "parameters").methods_of
-    explanation = explained(as_compression(compression), tree, sizes[0], **options)
+    explanation = explained(compression, tree, sizes[0], mesh=mesh, specs=specs, rate=rate)
     if verbose:
         print(explanation)
+    return explanation
+
+
+def explained(
+    policy: AnyPolicy | None,
+    tree: Any,
+    n_workers: int | tuple[int, ...],
+    *,
+    mesh: Mesh | None,
+    specs: Any,
+    rate: str | None,
+) -> Explanation:
+    """The plan of an all-reduce of ``tree``, and those of the ways to train."""
+    compression = as_compression(policy)
+    per_second = None if rate is None else bytes_per_second(rate)
+    sizes = axis_counts(n_workers)
+    elsewhere = assumed(sizes)
+    if rate is not None and elsewhere is None:
+        elsewhere = f"assumed, as links carry {rate}: they are slower than NVLink"
+    here = elsewhere is None
+    leaves, _ = placed_leaves(tree, mesh, specs)
+    plan = compression.plan(leaves, sizes, here=here)
+    routes = list(dict.fromkeys(bucket.route for bucket in plan.buckets))
+    routes = routes or [compression.route(sizes, here=here)]
+    explanation = explain_plan(plan, routes, elsewhere, ways_of(leaves, plan, policy, here=here))
+    if per_second:
+        per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1
+        if per_host > 1 and not all(isinstance(x.topology, Hierarchical) for x in routes):
+            raise ValueError(
+                f"rate={rate!r} with n_workers={sizes} and topology={routes[0].topology}: how "
+                "many of its bytes cross hosts is not known; leave the topology out, or pass "
+                "dq.Hierarchical()"
+            )
+        explanation = explanation.at_rate(str(rate), per_second, per_host)
     return explanation

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import Choose, PaddedLeaf, Way, lines, padded_leaves, ways
+from dynamiq_jax.compression.ways import PaddedLeaf, Way, Ways, lines
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.plan.plan import Plan, lines_of_defaults
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
@@ -104,6 +104,7 @@ class Explanation:
         feet = [(name, "", "", "", f"{x:,.0f}", f"{bits * x:.3f}") for name, x in totals]
         if self.ways:
             caption += ["", *lines(self.ways)]
+            caption += filter(None, (way.natives for way in self.ways[1:]))  # rows tell of psum
         if self.padded:
             caption += ["", _said_of(self.padded, self.n_workers)]
         if self.fastest:
@@ -144,10 +145,7 @@ class Explanation:
 
 
 def explain_plan(
-    plan: Plan,
-    routes: Sequence[Route],
-    assumed: str | None = None,
-    parameters: Choose | None = None,
+    plan: Plan, routes: Sequence[Route], assumed: str | None, ways: Ways
 ) -> Explanation:
     """Explains a plan by ``routes``, or by the default route, with their assumptions."""
     n = routes[0].n_workers
@@ -159,22 +157,19 @@ def explain_plan(
         for leaf in move.leaves:
             part = leaf.size / move.size if len(move.leaves) > 1 else 1.0
             told.append((leaf, move.bucket, route, move.sent_bits / 8 * part))
-    outer = sum(move.outer_bits for move in moves) / 8
     told.sort(key=lambda row: row[0].index)
     rows = [
         Row(leaf.name, leaf.shape, leaf.dtype.name, bucket, route, sent, bits(sent, leaf.size))
         for leaf, bucket, route, sent in told
     ]
-    leaves, total = [row[0] for row in told], sum(row.wire_bytes for row in rows)
+    leaves, total = [row[0] for row in told], plan.sent_bytes
     size = sum(leaf.size for leaf in leaves)
     floats = sum(leaf.size for leaf in leaves if leaf.dtype.name in COMPRESSED_DTYPES)
     pays = bool(plan.buckets) and n > 1
     errors = [route.runner.relative_error(n, route.flat) for route in routes if pays]
     advices = [route.runner.advice(n, route.flat) for route in routes if pays]
-    if all(route.runner is route.method for route in routes):
-        outer = total  # one level: all bytes are those of its axes
     kernels = [route.method.kernels for route in routes]
-    found = ways(plan, (total, outer), n, parameters) if pays else ()
+    defaults = [line for way in ways.ways for own, _ in way.plans for line in own.defaults]
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
     reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
     return Explanation(
@@ -184,14 +179,14 @@ def explain_plan(
         topology="; ".join(dict.fromkeys(topologies)),
         reason="; ".join(dict.fromkeys(reasons)),
         wire_bytes=total,
-        outer_wire_bytes=outer,
+        outer_wire_bytes=plan.outer_bytes,
         bf16_wire_bytes=share * 2 * floats,
         bits_per_coord=bits(total, size),
         relative_error=max((error for error in errors if error is not None), default=None),
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
-        ways=found,
-        padded=padded_leaves(plan, n, min(r.limits.min_leaf_size for r in routes)) if n > 1 else (),
-        defaults=plan.defaults,
+        ways=ways.ways,
+        padded=ways.padded,
+        defaults=tuple(dict.fromkeys((*plan.defaults, *defaults))),
         kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)),
         kernels_reason="; ".join(dict.fromkeys(k.reason for k in kernels if k and k.reason))
         or None,

@@ -34,8 +34,6 @@ class Route:
     pushed: tuple[int, int] | None = None
     """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
     they never do."""
-    shards_in_bf16: bool = False
-    """Whether FSDP scatters and gathers in bf16: its default over links as fast as NVLink."""
     defaults: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Defaults that the machine decided, for collectives of all kinds; see `defaults_of`."""
 

@@ -1,44 +1,25 @@
-"""Bytes and wire times of the ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
+"""The plans of three ways to train: data parallel, sharded updates (ZeRO-1), FSDP."""
 
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 
-from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, unless_plain
+from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.shards import Shards, divisions, gathers_of
 from dynamiq_jax.plan.plan import Plan
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Bucket, Leaf
-from dynamiq_jax.tree.placement import Padding, split_dimension
-
-DIFFERENCES = DynamiQ(bits=2.5, dither=True)
-"""The default encoding of parameters' differences; docs/results.md has the losses."""
-
-PARAMETERS = DynamiQ(bits=8)
-"""The default encoding of parameters that are gathered for a layer."""
-
-
-class Sharded(NamedTuple):
-    """The methods by which training scatters gradients and gathers what workers do not hold."""
-
-    gradients: Method
-    gathers: Method
-
-
-def fsdp_methods(*, fast_links: bool) -> Sharded:
-    """The methods of FSDP if none is passed: `BF16` over links as fast as NVLink.
-
-    There a step of 1.1 B parameters takes 51 ms by `BF16` and 55 with compression
-    (docs/results.md).
-    """
-    return Sharded(BF16(), BF16()) if fast_links else Sharded(DynamiQ(), PARAMETERS)
-
+from dynamiq_jax.tree.leaves import Leaf
+from dynamiq_jax.tree.placement import Padding, Placement
 
 MOMENTS = 8
 """Bytes that AdamW keeps of a parameter besides the parameter: two f32 moments."""
+
+NOTABLE = 0.1
+"""The part of the bytes of a way that may travel natively without a line about it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +29,8 @@ class Way:
     Attributes:
       name: "data parallel", "sharded updates" or "FSDP".
       call: the function of the library.
-      sent_bytes: per step; FSDP gathers parameters twice, in the forward and the backward pass.
-      outer_bytes: of these, what crosses the outer axes of `Hierarchical`; of another topology all.
+      plans: the plan of each collective, if one call has all leaves, and how often a step runs it;
+        FSDP gathers parameters twice, in the forward and the backward pass.
       kept_bytes: from step to step: parameters, masters where they are not the parameters, moments.
       gradient_bytes: at the end of the backward pass.
       wire_ms: milliseconds of ``sent_bytes`` at the link's rate; `None` if no rate is known.
@@ -57,11 +38,32 @@ class Way:
 
     name: str
     call: str
-    sent_bytes: float
-    outer_bytes: float
+    plans: tuple[tuple[Plan, int], ...]
     kept_bytes: float
     gradient_bytes: float
     wire_ms: float | None = None
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one worker sends per step."""
+        return sum(times * plan.sent_bytes for plan, times in self.plans)
+
+    @property
+    def outer_bytes(self) -> float:
+        """Bytes of them that cross the outer axes of `Hierarchical`; of another topology all."""
+        return sum(times * plan.outer_bytes for plan, times in self.plans)
+
+    @property
+    def natives(self) -> str | None:
+        """A line about leaves that travel natively unasked, if they take many of the bytes."""
+        moves = [(move, k) for plan, k in self.plans for move in plan.moves if move.unasked]
+        sent = sum(k * move.sent_bits for move, k in moves) / 8
+        if sent <= NOTABLE * self.sent_bytes:
+            return None
+        largest, _ = max(moves, key=lambda entry: entry[0].sent_bits * entry[1])
+        share = 100 * sent / self.sent_bytes
+        leaf = largest.leaves[0].path
+        return f"{self.name}: {share:.0f}% of the bytes travel natively; {leaf}: {largest.reason}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,37 +83,125 @@ class PaddedLeaf:
     kept_bytes: int
 
 
-def padded_leaves(plan: Plan, n_workers: int, least: int) -> tuple[PaddedLeaf, ...]:
-    """The leaves that `dq.optax.sharded` pads: in buckets, and large ones that travel exactly.
+class Ways(NamedTuple):
+    """The three ways, and the leaves that sharded updates pad."""
 
-    ``least`` is the number of coordinates from which it splits a leaf.
+    ways: tuple[Way, ...]
+    padded: tuple[PaddedLeaf, ...]
+
+
+def ways_of(leaves: Sequence[Leaf], plan: Plan, policy: AnyPolicy | None, *, here: bool) -> Ways:
+    """The ways for leaves of which ``plan`` is the all-reduce; each as one call for all leaves.
+
+    There are no ways if nothing is compressed, or a method does not scatter. Leaves without a
+    gradient are in none of them. Sharded updates split and pad leaves by `divisions`; FSDP, whose
+    specs are the user's, is told for the same dimensions where they are multiples of the workers.
     """
-    leaves = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
-    leaves += [
-        leaf
-        for leaf, _, _ in plan.exact
-        if leaf.size >= least
-        and leaf.dtype.name in COMPRESSED_DTYPES
-        and plan.methods[leaf.index] is not None
+    if plan.n_workers == 1:
+        return Ways((), ())
+    leaves = [leaf for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    counts = {f"axis{i}": size for i, size in enumerate(plan.sizes)}
+    # A dimension shorter than the whole leaf's is split by other axes.
+    lengths = [zip(leaf.shape, leaf.whole, strict=True) for leaf in leaves]
+    taken = [[d for d, (own, whole) in enumerate(pairs) if own != whole] for pairs in lengths]
+    compression = as_compression(policy)
+    found = divisions(compression, leaves, taken, plan.sizes, here=here)
+    updates = _Placed.of(leaves, [d if large else None for large, d in found], counts)
+    methods = [bucket.route.method for bucket in plan.buckets]
+    if not methods or not all(method.shards for method in methods):
+        return Ways((), updates.padded)
+    even = [
+        d if large and d is not None and leaf.shape[d] % plan.n_workers == 0 else None
+        for leaf, (large, d) in zip(leaves, found, strict=True)
     ]
-    found = []
-    for leaf in sorted(leaves, key=lambda leaf: leaf.index):
-        padding = _padding(leaf, n_workers)
-        if padding is not None and padding.zeros:
-            shape = padding.padded_shape(leaf.shape)
-            nbytes = (4 + MOMENTS) * (math.prod(shape) - leaf.size)
-            found.append(PaddedLeaf(leaf.name, leaf.shape, shape, nbytes))
-    return tuple(found)
+    fsdp = _Placed.of(leaves, even, counts)
+    nbytes, size = sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
+    rows = (
+        Way("data parallel", "dq.psum", ((plan, 1),), nbytes + MOMENTS * size, nbytes),
+        updates.by_updates(policy, nbytes, here=here),
+        fsdp.by_fsdp(policy, here=here),
+    )
+    return Ways(rows, updates.padded)
 
 
-def _padding(leaf: Leaf, n_workers: int) -> Padding | None:
-    """How `dq.optax.sharded` pads a leaf; `None` if workers cannot split it."""
-    parts = zip(leaf.shape, leaf.whole or leaf.shape, strict=True)
-    taken = [d for d, (own, whole) in enumerate(parts) if own != whole]
-    dimension = split_dimension(leaf.shape, n_workers, taken)
-    if dimension is None:
-        return None
-    return Padding(dimension - len(leaf.shape), -leaf.shape[dimension] % n_workers)
+class _Placed(NamedTuple):
+    """The leaves of a model, and how workers split them."""
+
+    leaves: list[Leaf]
+    counts: dict[str, int]
+    """The workers on every axis."""
+    placement: Placement
+
+    @classmethod
+    def of(
+        cls, leaves: list[Leaf], dimensions: Sequence[int | None], counts: dict[str, int]
+    ) -> "_Placed":
+        """Leaves that workers split along these dimensions, padded where it is needed."""
+        axes, n = tuple(counts), math.prod(counts.values())
+        pairs = list(zip(leaves, dimensions, strict=True))
+        splits = tuple(() if d is None else ((d, axes),) for d in dimensions)
+        padding = tuple(
+            Padding() if d is None else Padding(d - len(leaf.shape), -leaf.shape[d] % n)
+            for leaf, d in pairs
+        )
+        others = tuple(leaf.axes for leaf in leaves)
+        return cls(leaves, counts, Placement(None, splits, padding, others))
+
+    @property
+    def split(self) -> list[int]:
+        """The numbers of the leaves that workers split."""
+        return [i for i, own in enumerate(self.placement.splits) if own]
+
+    @property
+    def padded(self) -> tuple[PaddedLeaf, ...]:
+        """The leaves that have zeros."""
+        found = []
+        for leaf, padding in zip(self.leaves, self.placement.padding, strict=True):
+            if padding.zeros:
+                shape = padding.padded_shape(leaf.shape)
+                nbytes = (4 + MOMENTS) * (math.prod(shape) - leaf.size)
+                found.append(PaddedLeaf(leaf.name, leaf.shape, shape, nbytes))
+        return tuple(found)
+
+    @property
+    def shards(self) -> list[Leaf]:
+        """The leaves as one worker holds them."""
+        n, place, found = math.prod(self.counts.values()), self.placement, []
+        for leaf, split, padding in zip(self.leaves, place.splits, place.padding, strict=True):
+            shape = [*padding.padded_shape(leaf.shape)]
+            for dimension, _ in split:
+                shape[dimension] //= n
+            found.append(dataclasses.replace(leaf, shape=tuple(shape)))
+        return found
+
+    def by_updates(self, policy: AnyPolicy | None, nbytes: int, *, here: bool) -> Way:
+        """Sharded updates of parameters of so many bytes."""
+        gathers = gathers_of(policy, copied=True, here=here)
+        told = as_compression(policy), gathers, True, False, here
+        plans = Shards(self.counts, self.placement, *told).plans(
+            self.leaves, "reduce-scatter", keyed=True
+        )
+        own, split = self.shards, self.split
+        differences = Shards(self.counts, self.placement.some(split), *told)
+        plans += differences.plans([own[i] for i in split], "all-gather", keyed=True)
+        # Masters in f32, the moments, and the slices of the copy to which updates are added.
+        kept = sum((4 + MOMENTS) * leaf.size + leaf.nbytes for leaf in own)
+        return Way("sharded updates", "dq.optax.sharded", _each(plans), nbytes + kept, nbytes)
+
+    def by_fsdp(self, policy: AnyPolicy | None, *, here: bool) -> Way:
+        """FSDP."""
+        gathers, own = gathers_of(policy, here=here), self.shards
+        told = as_compression(policy), gathers, False, True, here
+        shards = Shards(self.counts, self.placement, *told)
+        plans = _each(shards.plans(own, "all-gather", keyed=False), 2)
+        plans += _each(shards.plans(self.leaves, "reduce-scatter", keyed=False))
+        nbytes = sum(leaf.nbytes for leaf in own)
+        kept = nbytes + MOMENTS * sum(leaf.size for leaf in own)
+        return Way("FSDP", "dq.fsdp", plans, kept, nbytes)
+
+
+def _each(plans: Sequence[Plan], times: int = 1) -> tuple[tuple[Plan, int], ...]:
+    return tuple((plan, times) for plan in plans)
 
 
 def bytes_per_second(rate: str) -> float:
@@ -129,111 +219,6 @@ def bytes_per_second(rate: str) -> float:
         )
     unit = 1 if found[3].startswith("B/") else 8
     return float(found[1]) * prefixes[found[2].lower()] / unit
-
-
-Choose = Callable[[list[Leaf]], list[Method | None]]
-"""The method of every leaf, `None` for those that travel exactly."""
-
-
-def ways(
-    plan: Plan,
-    all_reduced: tuple[float, float],
-    n_workers: int,
-    parameters: Choose | None = None,
-) -> tuple[Way, ...]:
-    """The three ways for the leaves of a plan; none if a method does not scatter.
-
-    ``parameters`` chooses how parameters and their differences travel; `None`: by default.
-
-    Leaves that are not in a bucket are whole on all workers, and their gradients are all-reduced. A
-    worker that all-reduces all gradients sends ``all_reduced`` bytes: in all, and on the outer
-    axes.
-    """
-    if not all(bucket.route.method.shards for bucket in plan.buckets):
-        return ()
-    n, whole = n_workers, [leaf for leaf, _, _ in plan.exact]
-    share = 2 * (n - 1) / n
-    exact = share * sum(leaf.nbytes for leaf in whole)
-    kept = sum(leaf.nbytes + MOMENTS * leaf.size for leaf in whole)
-    split = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
-    size, nbytes = sum(leaf.size for leaf in split), sum(leaf.nbytes for leaf in split)
-    # Sharded updates pad leaves, and keep whole those that workers cannot split.
-    left = [leaf for leaf in split if _padding(leaf, n) is None]
-    padded_size = sum(_padded_size(bucket, n) for bucket in plan.buckets)
-    scattered, gathered, updates = np.zeros((3, 2))
-    for bucket in plan.buckets:
-        scattered += _scattered_in_fsdp(bucket)
-        default = BF16() if bucket.route.shards_in_bf16 else PARAMETERS
-        for method, own in _by_method(bucket, parameters, default):
-            gathered += _sharded_bytes(own, own.size, method)
-        updates += _sharded_bytes(bucket, _padded_size(bucket, n), None)
-        for method, own in _by_method(bucket, parameters, DIFFERENCES):
-            updates += _sharded_bytes(own, _padded_size(own, n), method.without_plan())
-    in_bf16 = any(bucket.route.shards_in_bf16 for bucket in plan.buckets)
-    said = ", in bf16: over NVLink compression takes longer" if in_bf16 else ""
-    gradients, copies = sum(leaf.nbytes for leaf in whole), kept + nbytes
-    masters = (4 + MOMENTS) * (padded_size / n + sum(leaf.size for leaf in left))  # f32
-    rows = (
-        ("data parallel", "dq.psum", all_reduced, copies + MOMENTS * size, nbytes),
-        (
-            "sharded updates",
-            "dq.optax.sharded",
-            exact + share * sum(leaf.nbytes for leaf in left) + updates,
-            copies + masters,
-            nbytes,
-        ),
-        (
-            "FSDP",
-            f"dq.fsdp{said}",
-            exact + scattered + 2 * gathered,
-            kept + (nbytes + MOMENTS * size) / n,
-            nbytes / n,
-        ),
-    )
-    return tuple(
-        Way(name, call, float(sent[0]), float(sent[1]), held, gradients + split_gradients)
-        for name, call, sent, held, split_gradients in rows
-    )
-
-
-def _padded_size(bucket: Bucket, n_workers: int) -> int:
-    """Coordinates of a bucket in sharded updates, with the zeros of its leaves."""
-    found = [(leaf.shape, _padding(leaf, n_workers)) for leaf in bucket.leaves]
-    return sum(math.prod(p.padded_shape(shape)) for shape, p in found if p is not None)
-
-
-def _by_method(
-    bucket: Bucket, choose: Choose | None, default: Method
-) -> Iterable[tuple[Method, Bucket]]:
-    """The parts of a bucket whose parameters travel by one method."""
-    if choose is None:
-        return [(unless_plain(bucket.route.method, default), bucket)]
-    parts: dict[Method, tuple[Leaf, ...]] = {}
-    for leaf, chosen in zip(bucket.leaves, choose(list(bucket.leaves)), strict=True):
-        method = chosen or (BF16() if leaf.dtype.itemsize == 2 else F32())
-        parts[method] = *parts.get(method, ()), leaf
-    return [(method, bucket._replace(leaves=leaves)) for method, leaves in parts.items()]
-
-
-def _scattered_in_fsdp(bucket: Bucket) -> np.ndarray:
-    """Bytes to scatter a bucket in FSDP: in all, and on the outer axes."""
-    if not bucket.route.shards_in_bf16:
-        return _sharded_bytes(bucket, bucket.size, None)
-    n = bucket.route.n_workers
-    return np.full(2, BF16().sharded_wire_bits(-(-bucket.size // n), n, None) / 8)
-
-
-def _sharded_bytes(bucket: Bucket, size: int, gathers: Method | None) -> np.ndarray:
-    """Bytes to scatter or to gather so many coordinates: in all, and on the outer axes."""
-    if not size:  # no leaf of the bucket can be split
-        return np.zeros(2)
-    route = bucket.route
-    part = dataclasses.replace(bucket.leaves[0], shape=(-(-size // route.n_workers),))
-    if gathers is not None:
-        route = route.by(gathers)
-        return np.array(route.bits("all-gather", Bucket((part,)))) / 8
-    whole = dataclasses.replace(part, shape=(route.n_workers * part.size,))
-    return np.array(route.bits("reduce-scatter", Bucket((whole,)))) / 8
 
 
 def lines(found: Sequence[Way]) -> list[str]:

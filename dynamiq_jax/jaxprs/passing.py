@@ -82,6 +82,16 @@ def inputs_of(program: Any, takes: Takes, *, alone: bool = False, ends: str = ""
     return found - {DATA}
 
 
+def inputs_behind(program: Any, ends: str) -> set[int]:
+    """The numbers of a program's inputs of which its results are made past the primitive ``ends``.
+
+    An input counts if one of its ways to a result has no such primitive.
+    """
+    count = len(with_constants(program)[0].invars)
+    flow = _Sources(lambda _: None, lambda _: (), ends)
+    return {*flow.join(flow(program, [_Numbers({i}) for i in range(count)]))} - {DATA}
+
+
 class Evaluable(NamedTuple):
     """The part of a program that some of its results are made of."""
 

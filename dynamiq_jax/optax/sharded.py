@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.shards import divisions, gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
@@ -47,9 +48,9 @@ from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
 from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
-from dynamiq_jax.reduction.reduction import Reduction, gathers_of
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, describe_leaves, name_of, shown
+from dynamiq_jax.tree.leaves import describe_leaves, name_of, shown
 from dynamiq_jax.tree.placement import (
     Padding,
     axes_of,
@@ -58,7 +59,6 @@ from dynamiq_jax.tree.placement import (
     names_of,
     padding_of,
     placement_of,
-    split_dimension,
     split_of,
     whole_shape,
 )
@@ -346,8 +346,8 @@ def _places(
     ``given`` has the spec of every parameter.
     """
     n = math.prod(sizes)
-    leaves, whole, found = describe_leaves(params), [], []
-    for leaf, spec, method in zip(leaves, given, compression.methods_of(leaves), strict=True):
+    leaves, held, split_by, taken = describe_leaves(params), [], [], []
+    for leaf, spec in zip(leaves, given, strict=True):
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
             raise ValueError(
                 f"leaf {leaf.path} is {leaf.dtype.name}, and its master would be float32, which "
@@ -362,15 +362,14 @@ def _places(
             )
         entries = [names_of(entry) for entry in spec] + [()] * (len(leaf.shape) - len(spec))
         parts = [math.prod(mesh.shape[name] for name in names) for names in entries]
-        # Lengths of one device's part of the other axes; ours split one of them into n.
-        lengths = [x if inside else x // k for x, k in zip(leaf.shape, parts, strict=True)]
-        if method is None or leaf.dtype.name not in COMPRESSED_DTYPES:
-            large = False
-        else:
-            least = compression.route(sizes, method).limits.min_leaf_size
-            large = math.prod(lengths) >= least
-        taken = [d for d, k in enumerate(parts) if k > 1]  # zeros would end each of their parts
-        dimension = split_dimension(lengths, n, taken)
+        # One device's part over the other axes; ours split one of its dimensions into n.
+        shape = tuple(x if inside else x // k for x, k in zip(leaf.shape, parts, strict=True))
+        held.append(dataclasses.replace(leaf, shape=shape))
+        split_by.append(entries)
+        taken.append([d for d, k in enumerate(parts) if k > 1])
+    whole, found = [], []
+    told = divisions(compression, held, taken, sizes)
+    for leaf, entries, (large, dimension) in zip(leaves, split_by, told, strict=True):
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:

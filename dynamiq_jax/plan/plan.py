@@ -37,6 +37,10 @@ def native_share(kind: Kind, n_workers: int) -> float:
     return parts.get(kind, (n - 1) / n)
 
 
+EXCLUDED, BY_XLA = "excluded", "travels by XLA's collective"
+"""The reason for a leaf without a method, and the end of it for a method that is a dtype."""
+
+
 class Native(NamedTuple):
     """A leaf that XLA's collective moves as numbers."""
 
@@ -72,6 +76,11 @@ class Move(NamedTuple):
     def size(self) -> int:
         """The number of coordinates that this worker passes."""
         return sum(leaf.size for leaf in self.leaves)
+
+    @property
+    def unasked(self) -> bool:
+        """Whether the leaves travel natively though neither a method nor its absence asks so."""
+        return self.bucket is None and not self.reason.endswith((EXCLUDED, BY_XLA))
 
 
 class Plan(NamedTuple):
@@ -114,6 +123,11 @@ class Plan(NamedTuple):
     def sent_bytes(self) -> float:
         """Bytes that one worker sends."""
         return sum(move.sent_bits for move in self.moves) / 8
+
+    @property
+    def outer_bytes(self) -> float:
+        """Bytes of them that cross the outer axes of `Hierarchical`; of one level all."""
+        return sum(move.outer_bits for move in self.moves) / 8
 
     def bits_per_coord(self, sent_bytes: float, size: int) -> float:
         """Bits per coordinate of ``size`` that take these bytes, of which bf16 takes 16."""

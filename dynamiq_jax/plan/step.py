@@ -197,12 +197,14 @@ def _times(plan: Plan, asked: float, as_compiled: float, compiled: float) -> int
     """How often a plan runs, by the bytes of its collectives as asked for, and as compiled.
 
     XLA joins native sums of several plans, and drops a gather that repeats another one. So a plan
-    without buckets runs as often as was asked for, and another one as often as in the program.
+    without payloads runs as often as was asked for, and another one as often as in the program.
     """
     # Samples for a seed are asked for, and XLA leaves them out if the seed is a key's.
     once = plan._replace(keyed=False).sent_bytes
     times = asked / once if once else 1.0
-    if plan.buckets and asked and not any(bucket.route.pushed for bucket in plan.buckets):
+    routes = [bucket.route for bucket in plan.buckets]
+    payloads = any(route.topology is not None for route in routes)
+    if payloads and asked and not any(route.pushed for route in routes):
         times *= min(compiled / as_compiled, 1.0)  # more: joined with those of others
     return max(round(times), 1)
 

@@ -6,8 +6,8 @@ all-reduced over the other axes. `Reduction.gather` gathers the shards.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast, get_args
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,15 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.agreement import compare_first
-from dynamiq_jax.compression.compression import ByPath, Compression, first_states
-from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression
-from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.compression.ways import DIFFERENCES, Sharded, fsdp_methods
+from dynamiq_jax.compression.compression import Compression, first_states
+from dynamiq_jax.compression.shards import Dimensions, Shards
 from dynamiq_jax.core.axis import Axis, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
 from dynamiq_jax.core.meshes import knows_devices
 from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, State, unless_plain
+from dynamiq_jax.methods import BF16, F32, State
 from dynamiq_jax.methods.base import check_choice
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.buckets import (
@@ -39,9 +37,7 @@ from dynamiq_jax.reduction.buckets import (
     warn_of_uncompressed,
     weighted,
 )
-from dynamiq_jax.reduction.scatter_gather import Dimensions, gather_over, natively, scatter_over
-from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.links import fast_links
+from dynamiq_jax.reduction.scatter_gather import gather_over, natively, scatter_over
 from dynamiq_jax.tree.leaves import Leaf, describe_leaves
 from dynamiq_jax.tree.placement import (
     Padding,
@@ -57,24 +53,6 @@ from dynamiq_jax.tree.placement import (
     told_specs,
     whole_shape,
 )
-
-Step = tuple[Dimensions, tuple[str, ...]]
-"""Along which dimensions of the leaves a collective over some axes cuts or joins them."""
-
-
-def names_only(split: Split) -> Any:
-    """Equal for splits that one collective serves: a single one may be along any dimension."""
-    return split[0][1] if len(split) == 1 else split
-
-
-def steps_of(splits: Sequence[Split]) -> tuple[Step, ...]:
-    """The collectives of leaves for which `names_only` is equal."""
-    found = []
-    for own in zip(*splits, strict=True):
-        dimensions = tuple(dimension for dimension, _ in own)
-        same = len({*dimensions}) == 1
-        found.append((dimensions[0] if same else dimensions, own[0][1]))
-    return tuple(found)
 
 
 def _first(at: Dimensions) -> int:
@@ -256,34 +234,36 @@ class Reduction:
 
     # --- What one device holds --------------------------------------------------------------------
 
+    @property
+    def shards(self) -> Shards:
+        """Which leaves are scattered and gathered together, and how."""
+        sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
+        told = self.placement, self.compression, self.gathers, self.copied, self.overlaps
+        return Shards(sizes, *told)
+
     def scatter(self, terms: Any, key: Array | None) -> Any:
-        """Sums terms of whole leaves, by `_kinds`; every device gets its shards of the sums."""
+        """Sums terms of whole leaves; every device gets its shards of the sums."""
         found, treedef = _named(terms)
-        axes, words = self.axis.names, key_words(key)
-        compression = _with_method(self.compression, _defaults(self.copied).gradients)
-        for some, own, steps in self._kinds(terms, compression):
-            route = self._told(own.route(axis_sizes(self.axis)), self.compression)
-            # Scatter over the axes that split the leaf, by dimension; then sum over the rest.
-            within = tuple(name for _, names in steps for name in names)
-            rest = tuple(name for name in axes if name not in within)
-            for at, names in steps:
+        names, words = [*found], key_words(key)
+        pairs = zip(self.placement.padding, found.values(), strict=True)
+        padded = [padding.padded(x) for padding, x in pairs]
+        for alike in self.shards.scattered(describe_leaves(terms)):
+            some = {names[i]: padded[i] for i in alike.numbers}
+            for exchange in alike.exchanges:
+                axis, compression, at = Axis(exchange.axes), exchange.compression, exchange.at
+                if exchange.kind == "all-reduce":
+                    rest = Reduction(axis, compression, self.op, overlaps=self.overlaps)
+                    some = rest.reduce(some, key).tree
+                    continue
+                if exchange.native is not None:
+                    some = natively(exchange, some, op=self.op, to=self.to)
+                    continue
                 seed = None if words is None else fold_seed(words, _first(at))
-                if seed is not None and rest:  # other groups scatter with other noise
-                    seed = fold_seed(seed, lax.axis_index(rest))
-                topology = route.topology and route.topology.over(names, axes)
-                plain = isinstance(route.method, BF16 | F32) and not isinstance(topology, Topology)
-                along: dict[str, Any] = {"op": self.op, "to": self.to}
-                if plain or (topology is None and route.topology):
-                    some = natively("reduce-scatter", Axis(names), some, route, at, **along)
-                else:
-                    routed = dataclasses.replace(own, topology=topology)
-                    axis = Axis(names)
-                    some = scatter_over(axis, some, routed, at, op=self.op, key=seed)
-            if rest:
-                topology = route.topology and route.topology.over(rest, axes)
-                own = dataclasses.replace(own, topology=topology)
-                rest_of = Reduction(Axis(rest), own, self.op, overlaps=self.overlaps)
-                some = rest_of.reduce(some, key).tree
+                last = alike.exchanges[-1]
+                if seed is not None and last.kind == "all-reduce":
+                    # Other groups scatter with other noise.
+                    seed = fold_seed(seed, lax.axis_index(last.axes))
+                some = scatter_over(axis, some, compression, at, op=self.op, key=seed)
             found |= some
         return treedef.unflatten(found.values())
 
@@ -291,126 +271,30 @@ class Reduction:
         """Gathers every device's shards; all devices get the same bits of whole leaves.
 
         Leaves that are not split are returned unchanged, and the zeros of padded ones are removed.
-        `BF16` and `F32` are native all-gathers, in at most as many bits as the leaf has.
         """
         found, treedef = _named(shards)
-        words = key_words(key)
-        assert self.gathers is not None
-        for some, own, steps in self._kinds(shards, self._of_gathers(), sharded=True):
-            told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
-            route = self._told(told.route(axis_sizes(self.axis)), self.gathers)
-            for at, names in steps:
+        names, words = [*found], key_words(key)
+        for alike in self.shards.gathered(describe_leaves(shards)):
+            some = {names[i]: found[names[i]] for i in alike.numbers}
+            for exchange in alike.exchanges:
+                axis, at = Axis(exchange.axes), exchange.at
+                if exchange.native is not None:
+                    some = natively(exchange, some, op=self.op, to=self.to)
+                    continue
                 seed = None if words is None else fold_seed(words, GATHERS + _first(at))
-                axis, along = Axis(names), dict[str, Any](op=self.op, to=self.to)
-                if isinstance(own.method, BF16 | F32):
-                    some = natively("all-gather", axis, some, route, at, **along)
-                else:
-                    topology = route.topology and route.topology.over(names, self.axis.names)
-                    routed = dataclasses.replace(own, topology=topology)
-                    some = gather_over(axis, some, routed, at, key=seed, to=self.to)
+                some = gather_over(axis, some, exchange.compression, at, key=seed, to=self.to)
             found |= some
         pairs = zip(self.placement.padding, found.values(), strict=True)
         return treedef.unflatten(padding.cut(x) for padding, x in pairs)
 
     def gathers_exactly(self, leaves: list[Leaf]) -> list[bool]:
         """Whether the wire's numbers have the dtype of a leaf, so that its shards keep all bits."""
-        methods = self._of_gathers().methods_of(leaves)
+        methods = self.shards.of_gathers.methods_of(leaves)
         return [
             isinstance(method, BF16 | F32)
             and method.native_dtype(leaf.dtype).itemsize >= leaf.dtype.itemsize
             for method, leaf in zip(methods, leaves, strict=True)
         ]
-
-    def _told(self, route: Route, passed: Compression) -> Route:
-        """The route, which tells what links decide of shards if no method was passed."""
-        if self.copied or passed.method is not None or not fast_links():
-            return route
-        told = "shards and their gradients travel in bf16, which is faster over NVLink"
-        return dataclasses.replace(route, defaults=(*route.defaults, told))
-
-    def _of_gathers(self) -> Compression:
-        assert self.gathers is not None
-        return _with_method(self.gathers, _defaults(self.copied).gathers)
-
-    def _kinds(
-        self, tree: Any, compression: Compression, *, sharded: bool = False
-    ) -> Iterator[tuple[dict[str, Array], Compression, tuple[Step, ...]]]:
-        """Leaves that travel alike, by name; their compression; and over which axes they travel.
-
-        These have the same method and are split over the same axes. Leaves of one split share
-        buckets, whatever its dimension is: alone, small ones might not be worth compressing.
-
-        Methods by path see whole leaves, without padding. With ``sharded`` the tree holds one
-        device's shards; else it holds whole leaves, and those that travel are padded. Copied leaves
-        have a plan only if the user passes one, or for gradients beside a backward pass, which
-        hides the time of the statistics.
-        """
-        described, (named, _) = describe_leaves(tree), _named(tree)
-        if sharded:
-            sizes = dict(zip(self.axis.names, axis_sizes(self.axis), strict=True))
-            triples = zip(described, self.placement.splits, self.placement.padding, strict=True)
-            described = [
-                dataclasses.replace(
-                    leaf, whole=padding.shape_of(whole_shape(leaf.shape, split, sizes))
-                )
-                for leaf, split, padding in triples
-            ]
-        else:
-            pairs = zip(named.items(), self.placement.padding, strict=True)
-            named = {name: padding.padded(x) for (name, x), padding in pairs}
-        methods = compression.methods_of(described)
-        if self.copied and (sharded or not self.overlaps):
-            methods = [None if x is None else x.without_plan() for x in methods]
-        alike = [names_only(split) for split in self.placement.splits]
-        kinds = list(zip(methods, alike, self.placement.others, strict=True))
-        of_names = dict(zip(named, zip(kinds, self.placement.splits, strict=True), strict=True))
-        for kind in dict.fromkeys(kinds):
-            part = {name: x for name, x in named.items() if of_names[name][0] == kind}
-            splits = [of_names[name][1] for name in sorted(part)]  # in the order of a dict's leaves
-            exclude = "" if kind[0] is None else None
-            own = dataclasses.replace(compression, method=kind[0], exclude=exclude)
-            yield part, own, steps_of(splits)
-
-
-def _defaults(copied: bool) -> Sharded:
-    """The methods where none is passed: those of sharded updates, or of FSDP."""
-    if copied:
-        return Sharded(DynamiQ(), DIFFERENCES)
-    return fsdp_methods(fast_links=fast_links())
-
-
-def _with_method(compression: Compression, default: Method) -> Compression:
-    if compression.method is not None:
-        return compression
-    return dataclasses.replace(compression, method=default)
-
-
-def gathers_of(policy: AnyPolicy | None, *, copied: bool = False) -> Compression:
-    """How shards travel. A bare method, or the default, has the limits of the gradients.
-
-    Without a method of their own, shards of leaves whose gradients are in `BF16` or `F32` travel
-    alike. ``copied`` is as for `Reduction`.
-    """
-    compression = as_compression(policy)
-    gather = policy.parameters if isinstance(policy, Policy) else None
-    own = isinstance(gather, Compression)
-    told = gather if own else dataclasses.replace(compression, method=gather, topology=None)
-
-    def method_of(path: str, leaf: jax.ShapeDtypeStruct) -> Method | None:
-        method = cast(ByPath, compression.method)(path, leaf)
-        if method is None and not own:
-            return None
-        if told.method is None:
-            return unless_plain(method, _defaults(copied).gathers)
-        if isinstance(told.method, Method):
-            return told.method
-        return told.method(path, leaf)
-
-    if compression.by_path and (told.method is None or not own):
-        return dataclasses.replace(told, method=method_of)
-    if isinstance(compression.method, BF16 | F32) and told.method is None:
-        return dataclasses.replace(told, method=compression.method)
-    return told
 
 
 def _named(tree: Any) -> tuple[dict[str, Array], Any]:

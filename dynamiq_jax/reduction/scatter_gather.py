@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
-from dynamiq_jax.compression.routes import Route
+from dynamiq_jax.compression.shards import Dimensions, Exchange
 from dynamiq_jax.core.axis import Axis, AxisName, Varying
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
 from dynamiq_jax.core.seeds import Seed, check_key, key_words
@@ -23,11 +22,10 @@ from dynamiq_jax.engine.run import Values, no_buckets, run
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
-from dynamiq_jax.plan.plan import Kind, Native, Plan
+from dynamiq_jax.plan.plan import Native, Plan
 from dynamiq_jax.reduction.buckets import Fixed, check_varying, fixed_leaves, with_tangent
 from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.tree.leaves import (
-    COMPRESSED_DTYPES,
     Bucket,
     Leaf,
     concatenate,
@@ -39,9 +37,6 @@ from dynamiq_jax.tree.leaves import (
 from dynamiq_jax.tree.placement import check_whole
 
 Tree = TypeVar("Tree")
-
-Dimensions = int | tuple[int, ...]
-"""The dimension along which every leaf is cut or joined, or that of each leaf of a tree."""
 
 
 @formerly(topology=as_topology)
@@ -390,27 +385,12 @@ class NativeGather(NamedTuple):
     joined = moved = taken_apart = cast(Any, no_buckets)
 
 
-def natively(
-    kind: Kind, axis: Axis, tree: Any, route: Route, dimensions: Dimensions, *, op: Op, to: Varying
-) -> Any:
-    """Scatters or gathers a tree by XLA's collectives, in the method's dtype if that is narrower.
-
-    Leaves are cut along ``dimensions``; small ones travel in their own dtype.
-    """
-    sizes, leaves = axis_sizes(axis), describe_leaves(tree)
-    cut = Cut(dimensions, True, axis.size)
-    shards = axis.size if kind == "all-gather" else 1
-
-    def native(leaf: Leaf) -> Native:
-        wire, large = leaf.dtype, shards * leaf.size >= route.limits.min_leaf_size
-        if large and leaf.dtype.name in COMPRESSED_DTYPES:
-            wire = np.dtype(route.method.native_dtype(leaf.dtype))
-        if kind == "all-gather" and wire.itemsize >= leaf.dtype.itemsize:
-            wire = leaf.dtype
-        return Native(leaf, f"{route.method!r} travels by XLA's collective", wire)
-
-    plan = Plan(kind, sizes, exact=tuple(map(native, leaves)), defaults=route.defaults)
-    rule = NativeScatter(axis, cut, op) if kind == "reduce-scatter" else NativeGather(axis, cut, to)
+def natively(exchange: Exchange, tree: Any, *, op: Op, to: Varying) -> Any:
+    """Scatters or gathers a tree by XLA's collectives."""
+    axis = Axis(exchange.axes)
+    cut, gathers = Cut(exchange.at, True, axis.size), exchange.kind == "all-gather"
+    plan = exchange.plan(describe_leaves(tree), axis_sizes(axis))
+    rule = NativeGather(axis, cut, to) if gathers else NativeScatter(axis, cut, op)
     found, _, _ = run(plan, rule, dict(enumerate(jax.tree.leaves(tree))))
     return jax.tree.structure(tree).unflatten(found.values())
 

@@ -27,6 +27,7 @@ from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
+from dynamiq_jax.training.scans import FoundError, Scans, warn_of_scan
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -242,16 +243,19 @@ class AutoGrad:
         params = axis.to_varying(params)
         pairs = zip(arrays, known.folded, strict=True)
         arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
+        reduced = frozenset[int]()
         if recorded is not None:
             (value, aux), grads, weight = _run_recorded(recorded, params, arrays)
         else:
+            scans = Scans(total, key, self._alone(known, state), mapped=True)
             try:
-                (value, aux), grads, weight = self._differentiated(told, params, arrays)
+                results, reduced = self._in_scans(scans, told, params, arrays)
             except REFUSALS as error:
                 # Of types, such as a constant as first carry, or a key beside varying arguments.
                 if not raised_by_jax(error):
                     raise
                 raise _RefusedError from error
+            (value, aux), grads, weight = results
         share = None if weight is None else share_of(weight, axis)
         splits = zip(arrays, known.split, strict=True)
         rows = {x.shape[0] for x, spec in splits if {*names_of((*spec, None)[0])} & {*axis.names}}
@@ -262,7 +266,8 @@ class AutoGrad:
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
         if not self.wanted.unreduced:
             own = jax.tree.map(lambda x: x[0], state)
-            found = total.reduce(grads, key, own, metrics=self.wanted.metrics)
+            told_rest = {"key": key, "state": own, "metrics": self.wanted.metrics}
+            found = _reduced_rest(total, grads, reduced, **told_rest)
         else:
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
@@ -280,6 +285,41 @@ class AutoGrad:
         value, grads = jax.value_and_grad(self.loss, has_aux=self.wanted.has_aux)(params, data)
         weight = None if self.weight is None else self.weight(params, data)
         return (value if self.wanted.has_aux else (value, None)), grads, weight
+
+    def _in_scans(
+        self, scans: Scans, told: StaticArguments, params: Any, arrays: list
+    ) -> tuple[Any, frozenset[int]]:
+        """The results of `_differentiated`, and the leaves whose gradients scans have reduced."""
+        try:
+            with scans.trace("stops"):
+                return self._differentiated(told, params, arrays), frozenset()
+        except FoundError:
+            pass  # as an error of the next trace has nothing to do with it
+
+        def alone(params: Any, arrays: list) -> Any:
+            found = self.loss(params, told.join(arrays))
+            value = found[0] if self.wanted.has_aux else found
+            if _equal_losses(value, self.axis, None) > 1:
+                scans.reason = "a psum or pmean makes the loss the same on several workers"
+            return value
+
+        reduced = scans.leaves(alone, params, arrays)
+        with scans.trace("exchanges" if reduced else "plain"):
+            return self._differentiated(told, params, arrays), reduced
+
+    def _alone(self, known: _Known, state: Any) -> str:
+        """Why scans in the loss exchange nothing, or ""."""
+        reasons = {
+            "weight= scales gradients after it; pass op='sum', and divide in the loss": self.weight,
+            "a method with a state has nowhere to keep it there": state is not None,
+            "metrics=True are those of all gradients": self.wanted.metrics,
+            "unreduced=True": self.wanted.unreduced,
+            "parameters are sharded over data axes, and gathered before the loss; call jax.grad "
+            "under jax.shard_map, and dq.scan(specs=...) in the loss": any(
+                split_of(spec, self.counting) for spec in known.placed
+            ),
+        }
+        return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def _types_of_worker(self, known: _Known, params: Any, arrays: list) -> Any:
         """The types of the parameters and of one worker's part of the other arrays."""
@@ -303,9 +343,16 @@ class AutoGrad:
         returns `None`.
         """
         names = sorted(self.manual)
+        scans = Scans(self.wanted.total, None, mapped=False)
         try:
             function = functools.partial(self._differentiated, told)
-            recorded = record(function, types, self.mesh, self.axis, names)
+            with scans.trace("plain"):
+                recorded = record(function, types, self.mesh, self.axis, names)
+            if scans.calls:
+                warn_of_scan(
+                    "the loss is traced outside of a map, since JAX refuses something in it there, "
+                    f"such as a sharding constraint: {error and error.__cause__ or error}"
+                )
         except Exception as other:
             if error is None:
                 return None
@@ -412,6 +459,24 @@ def type_of(x: Any) -> jax.ShapeDtypeStruct:
     """The type of an array, without its sharding."""
     own = jax.typeof(x)
     return jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type)
+
+
+def _reduced_rest(total: Reduction, grads: Any, done: frozenset[int], **told: Any) -> Reduced:
+    """The reduced gradients, of which scans in the backward pass have reduced those ``done``."""
+    if not done:
+        key, state, metrics = told["key"], told["state"], told["metrics"]
+        return total.reduce(grads, key, state, metrics=metrics)
+    leaves, treedef = jax.tree.flatten(grads)
+    rest = [i for i in range(len(leaves)) if i not in done]
+    of_rest = lambda found: treedef.unflatten(None if i in done else x for i, x in enumerate(found))
+    specs = total.placement.specs
+    if rest:
+        own = total.with_specs(of_rest(jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))))
+        found = jax.tree.leaves(own.some(rest).reduce(of_rest(leaves), told["key"]).tree)
+        for i, x in zip(rest, found, strict=True):
+            leaves[i] = x
+    leaves = [total.axis.assume_invarying(x) if i in done else x for i, x in enumerate(leaves)]
+    return Reduced(treedef.unflatten(leaves), None, None)
 
 
 class _RefusedError(Exception):

@@ -54,6 +54,7 @@ from dynamiq_jax.training.explicit_shards import (
     gathered_before,
     gathers,
 )
+from dynamiq_jax.training.scans import FoundError, Scans
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -141,11 +142,34 @@ class ExplicitGrad(NamedTuple):
         given = self._sorted(params)
         if given.large:
             check_partitioner()
+        metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
+        alone = "metrics=True are those of all gradients" if metrics else ""
+        alone = "a method with a state has nowhere to keep it there" if state is not None else alone
+        alone = "unreduced=True" if unreduced else alone
+        scans = Scans(self.wanted.total, key, alone, mapped=False)
+        try:
+            with scans.trace("stops"):
+                found = self._found(loss, given, data)
+        except FoundError:
+            plain = given._replace(deferred=set())
+            held = self._held(plain, ())
+
+            def value(leaves: list[Array], data: Any) -> Any:
+                found = loss(given.treedef.unflatten(leaves), data)
+                return found[0] if self.wanted.has_aux else found
+
+            reduced = scans.leaves(value, held, data)
+            given = given._replace(deferred=given.deferred - reduced, large=given.large - reduced)
+            with scans.trace("exchanges" if reduced else "plain"):
+                found = self._found(loss, given, data)
+        return found.value, self._joined(given, found, key, state)
+
+    def _found(self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any) -> _Found:
+        """The value and the gradients, as terms or sums."""
         try:
             value, back, aux = self._forward(loss, given, data)
         except refusals() as error:
-            found = self._despite(error, loss, given, data)
-            return found.value, self._joined(given, found, key, state)
+            return self._despite(error, loss, given, data)
         program = _Program.of(back, given)
         self._check_maps(given, program)
         axes = axes_above_one(self.axis.names, self.mesh.shape)
@@ -156,7 +180,7 @@ class ExplicitGrad(NamedTuple):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
-                    return found.value, self._joined(given, found, key, state)
+                    return found
         self._warn_of_program(given, program, native)
         if native & given.deferred:  # summed by JAX they would be compressed on top
             given = given._replace(deferred=given.deferred - native)
@@ -165,12 +189,10 @@ class ExplicitGrad(NamedTuple):
             with self._explained(given, data), traced_for(BACKWARD):
                 (grads,) = back(self._seed(value.dtype))
         except refusals() as error:
-            found = self._despite(error, loss, given, data)
-        else:
-            pairs = zip(grads, given.leaves, strict=True)
-            terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-            found = _Found((value, aux) if self.wanted.has_aux else value, terms, {})
-        return found.value, self._joined(given, found, key, state)
+            return self._despite(error, loss, given, data)
+        pairs = zip(grads, given.leaves, strict=True)
+        terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, {})
 
     def _sorted(self, params: Any) -> _Leaves:
         """Which leaf goes which way; warns of many bytes that are gathered."""

@@ -10,13 +10,14 @@ from jax import Array
 
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.shards import gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.former import formerly
-from dynamiq_jax.reduction.reduction import Reduction, gathers_of
+from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_shards import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
@@ -187,7 +188,7 @@ class Reducer:
             f"{self._caller} has derivatives of the first order only; for others reduce after "
             "jax.grad, with dq.pmean"
         )
-        own = [_constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
+        own = [constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
         if all(moves):
             return treedef.unflatten(own)
         if not self._by_name:
@@ -240,10 +241,10 @@ def constant_copies(copies: Any) -> Any:
         "copies are differentiated, and their gradients are those of params; take jax.grad of the "
         "argument that holds params alone"
     )
-    return jax.tree.map(lambda x: _constant(x, error), copies)
+    return jax.tree.map(lambda x: constant(x, error), copies)
 
 
-def _constant(x: Any, error: Exception) -> Any:
+def constant(x: Any, error: Exception) -> Any:
     """``x``; its derivative raises the error."""
 
     @jax.custom_jvp

@@ -96,6 +96,11 @@ class Scanned:
     reverse: bool = False
     unroll: int | bool = 1
 
+    def __call__(self, params: Any, x: Any) -> Any:
+        """The result by `jax.lax.scan`, which exchanges nothing: to evaluate."""
+        turn = lambda x, own: (self.function(own, x), None)
+        return lax.scan(turn, x, params, reverse=self.reverse, unroll=self.unroll)[0]
+
     def layers(self, total: Reduction, number: int, params: Any, **options: Any) -> "Layers":
         """The part of a chain that it is, for these stacked parameters."""
         body = lambda own, _, x: (self.function(own, x), None)
@@ -113,13 +118,13 @@ def reducer_of_rows(
             f"copies have {length_of(copies)} layers, and params {length}; pass the whole "
             "parameters of the same layers"
         )
-    row = None if copies is None else _row(copies, 0)
-    return Reducer(total, _row(params, 0), caller, specs=_of_rows(specs, total.axis), copies=row)
+    row = None if copies is None else row_of(copies, 0)
+    return Reducer(total, row_of(params, 0), caller, specs=_of_rows(specs, total.axis), copies=row)
 
 
 def whole_row(reducer: Reducer, params: Any, copies: Any) -> Any:
     """One layer's whole parameters, as its function takes them; nobody reads their values."""
-    own = _row(params if copies is None else copies, 0)
+    own = row_of(params if copies is None else copies, 0)
     whole = reducer.whole(own, None) if reducer.gathers else own
     return reducer.axis.inexact_to_varying(whole)
 
@@ -193,7 +198,7 @@ class Layers(NamedTuple):
         gathered = self.start(gathers, taken, 0) is not None
 
         def step(x: Any, t: Array) -> tuple[Any, Any]:
-            own = _row(taken, loop.place(t))
+            own = row_of(taken, loop.place(t))
             if gathered:
                 progress = self.start(gathers, taken, t)
                 arrive(progress, send(progress, ()))
@@ -207,7 +212,7 @@ class Layers(NamedTuple):
     def start(self, gathers: Gathers, taken: Any, step: Any = 0, payload: Any = None) -> Any:
         """The gather of a step's parameters, first of those of step 0; or `None`."""
         place = self.loop.place(step)
-        return gathers.start(_row(taken, place), place, payload)
+        return gathers.start(row_of(taken, place), place, payload)
 
     def forward(
         self, gathers: Gathers, taken: Any, mine: Progress | None, x: Any, beside: Beside
@@ -227,7 +232,7 @@ class Layers(NamedTuple):
         if mine is None:
 
             def step(x: Any, t: Array) -> tuple[Any, Any]:
-                x, output, pull = applied(_row(taken, loop.place(t)), x)
+                x, output, pull = applied(row_of(taken, loop.place(t)), x)
                 return x, ((pull, None), output)
 
             x, (rows, outputs) = loop.scan(step, beside.send(x), range(loop.length))
@@ -264,7 +269,7 @@ class Layers(NamedTuple):
         return self.start(gathers, kept.stacked, self.loop.length - 1, payload)
 
     def _again(self, gathers: Gathers, kept: Kept, step: Any) -> Progress | None:
-        return self.start(gathers, kept.stacked, step, _row(kept.rows[1], step))
+        return self.start(gathers, kept.stacked, step, row_of(kept.rows[1], step))
 
     def backward(
         self,
@@ -321,11 +326,11 @@ class _Back:
         """One step: its gradient begins to travel. ``own`` are gathered parameters."""
         loop, kept, gathers = self._layers.loop, self._kept, self._gathers
         last = kept.last is not None and isinstance(step, int) and step == loop.length - 1
-        rows: Any = kept.last if last else _row(kept.rows, step)
+        rows: Any = kept.last if last else row_of(kept.rows, step)
         pull, _ = rows
         place = loop.place(step)
-        own = gathers.axis.inexact_to_varying(_row(kept.stacked, place) if own is None else own)
-        outputs = _row_of_gradients(self._outputs, place)
+        own = gathers.axis.inexact_to_varying(row_of(kept.stacked, place) if own is None else own)
+        outputs = row_of_gradients(self._outputs, place)
 
         def back(passing: Any) -> tuple[Any, Any]:
             found, added = passing
@@ -380,13 +385,14 @@ class _Back:
         return (gradient_like(self._kept.shared, added), x) if self._layers.loop.alone else x
 
 
-def _row(stacked: Any, place: Any) -> Any:
+def row_of(stacked: Any, place: Any) -> Any:
     """This row of every leaf."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, 0, keepdims=False), stacked)
 
 
-def _row_of_gradients(stacked: Any, place: Any) -> Any:
-    rows = _row(inexact_leaves(stacked), place)
+def row_of_gradients(stacked: Any, place: Any) -> Any:
+    """This row of every gradient."""
+    rows = row_of(inexact_leaves(stacked), place)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
     return gradient_like(like, rows)
 

@@ -1,6 +1,7 @@
 """`jax.lax.scan` over stacked layers, whose gradients are reduced beside the backward pass."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.compression.shards import gathers_of
+from dynamiq_jax.core.axis import Axis, AxisName
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_constant, with_constants
 from dynamiq_jax.core.seeds import check_key, key_words
-from dynamiq_jax.reduction.reduction import Reduction, gathers_of
-from dynamiq_jax.training.in_backward import constant_copies
+from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.training.explicit_scan import scan_outside
+from dynamiq_jax.training.in_backward import constant, constant_copies
 from dynamiq_jax.training.interleaved import Traces
 from dynamiq_jax.training.layers import (
     Body,
@@ -25,6 +28,7 @@ from dynamiq_jax.training.layers import (
     whole_row,
 )
 from dynamiq_jax.training.pipeline import Chain
+from dynamiq_jax.training.scans import FoundError, marked, scans_around
 
 
 def scan(
@@ -94,12 +98,25 @@ def scan(
       NameError: ``axis_name`` is not mapped.
       NotImplementedError: a derivative of the derivative is taken.
     """
-    axis, gathers = check_axis(axis_name), gathers_of(compression)
-    check_key(key, axis)
+    axis, loop = check_axis(axis_name), (length, reverse, unroll)
+    around = scans_around()
+    if around is not None and around.mapped == axis.mapped:
+        if around.mode == "stops":
+            raise FoundError
+        op, compression, key = around.told(axis, compression, key)
+        if around.mode != "exchanges":
+            return lax.scan(f, init, marked(xs) if around.mode == "marks" else xs, *loop)
+    elif not axis.mapped:
+        return lax.scan(f, init, _evaluated(xs, axis), *loop)
+    gathers = gathers_of(compression)
+    check_key(key, axis if axis.mapped else None)
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if not any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in jax.tree.leaves(xs)):
-        return lax.scan(f, init, xs, length, reverse, unroll)
+        return lax.scan(f, init, xs, *loop)
     count = length_of(xs, length)
+    if not axis.mapped:
+        order = count, reverse, unroll
+        return scan_outside(total, partial(_closed, f), init, xs, order, key_words(key))
     reducer = reducer_of_rows(total, xs, "scan", specs=specs, copies=copies)
     init, shared, body = _closed(f, init, whole_row(reducer, xs, copies), count)
     part = Layers(Loop(body, count, reverse, unroll, alone=True), reducer, 0)
@@ -107,6 +124,16 @@ def scan(
     constants = constant_copies((copies,))
     found, _ = chain.call((xs,), constants, (shared, init), key_words(key), None)
     return found
+
+
+def _evaluated(xs: Any, axis: Axis) -> Any:
+    """``xs`` outside of maps and of `value_and_grad`, where nothing would reduce its gradients."""
+    error = NameError(
+        f"dq.scan is differentiated where axis {axis.name!r} is not mapped, and reduces nothing "
+        "there. Pass the loss to dq.value_and_grad, or call jax.grad under jax.shard_map; without "
+        "an exchange take jax.lax.scan"
+    )
+    return jax.tree.map(lambda x: constant(x, error), xs)
 
 
 def _closed(f: Callable, init: Any, own: Any, length: int) -> tuple[Any, list[Any], Body]:
