@@ -58,7 +58,7 @@ def data_parallel(run: Run, policy: dq.Policy) -> tuple[Any, Any, Callable, Call
 
 
 def sharded(run: Run, policy: dq.Policy, *, deferred: bool) -> tuple[Any, Any, Callable, Callable]:
-    """The same with updates of slices; the clip is ``max_norm``."""
+    """As `data_parallel`, with updates of slices; the clip is ``max_norm``."""
     rule, params = llm.make_optimizer(run.recipe, optax.identity()), run.init()
     moves: dict[str, Any] = {"max_norm": llm.MAX_NORM, "deferred": deferred}
     optimizer = dq.optax.sharded(rule, AXIS, compression=policy, **moves)
@@ -86,7 +86,7 @@ def sharded(run: Run, policy: dq.Policy, *, deferred: bool) -> tuple[Any, Any, C
 
 
 def fsdp(run: Run, policy: dq.Policy) -> tuple[Any, Any, Callable, Callable]:
-    """The same with shards of parameters: matrices are split by rows."""
+    """As `data_parallel`, with shards of parameters: matrices are split by rows."""
 
     def spec(path: Any, leaf: Any) -> P:
         if leaf.ndim < 2 or llm.is_scale(path):
@@ -129,7 +129,7 @@ def fsdp(run: Run, policy: dq.Policy) -> tuple[Any, Any, Callable, Callable]:
 
 
 def make(run: Run, way: str, policy: dq.Policy) -> tuple[Any, Any, Callable, Callable]:
-    """What a way trains with."""
+    """Parameters, state, step and reader of a way."""
     if way == "data":
         return data_parallel(run, policy)
     return fsdp(run, policy) if way == "fsdp" else sharded(run, policy, deferred=way == "deferred")
