@@ -370,6 +370,9 @@ HOLDS = {
     "constraints": lambda found: close(jax.device_get(found["grads"]), exact(found)),
     "node_and_gpu": of_a_batch,
     "scan_layers": of_layers,
+    "linen_scan": None,
+    "nnx_scan": None,
+    "equinox_scan": None,
     "fsdp": of_fsdp,
     "lora": of_adapters,
     "overlapped": of_layers,
@@ -392,7 +395,7 @@ HOLDS = {
     "islands": of_islands,
 }  # fmt: skip
 """Recipes, and what holds of their variables."""
-NEEDS = {"keras_model": "keras", "equinox_net": "equinox"}
+NEEDS = {"keras_model": "keras", "equinox_net": "equinox", "equinox_scan": "equinox"}
 
 
 @pytest.mark.parametrize("name", daily([*HOLDS], []))
