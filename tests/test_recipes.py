@@ -379,6 +379,7 @@ HOLDS = {
     "overlapped_sharded": of_scattered,
     "deferred": of_deferred,
     "loss_scaling": of_finite_parameters,
+    "replicas": lambda found: 0 < float(found["error"]) < 0.2,
     "weight": of_finite_parameters,
     "short_batches": uneven_worker.check,
     "privacy": of_layers,
