@@ -57,7 +57,7 @@ from dynamiq_jax.training.explicit_shards import (
     gathered_before,
     gathers,
 )
-from dynamiq_jax.training.scans import FoundError, Scans
+from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -155,17 +155,17 @@ class ExplicitGrad(NamedTuple):
         metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
         alone = "metrics=True are those of all gradients" if metrics else ""
         alone = "a method with a state has nowhere to keep it there" if state is not None else alone
-        alone = "unreduced=True" if unreduced else alone
+        alone = UNREDUCED if unreduced else alone
         scans = Scans(self.wanted.total, key, alone, mapped=False)
         try:
             with scans.trace("stops"):
                 found = self._found(loss, given, data)
         except FoundError:
             plain = given._replace(deferred=set())
-            held = self._held(plain, ())
+            held = given.treedef.unflatten(self._held(plain, ()))
 
-            def value(leaves: list[Array], data: Any) -> Any:
-                found = loss(given.treedef.unflatten(leaves), data)
+            def value(params: Any, data: Any) -> Any:
+                found = loss(params, data)
                 return found[0] if self.wanted.has_aux else found
 
             reduced = scans.leaves(value, held, data)
