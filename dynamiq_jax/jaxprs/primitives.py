@@ -81,3 +81,7 @@ def collective_of(name: str) -> str | None:
     """
     name = name.removesuffix("_invariant").removesuffix("_reduced").removeprefix("unreduced_")
     return name if name in COLLECTIVES else None
+
+
+MARK = "name"
+"""The identity of `jax.ad_checkpoint.checkpoint_name`."""
