@@ -25,7 +25,7 @@ import dynamiq_jax as dq
 Init = Literal["gpt2", "unit"]
 INITS = get_args(Init)
 AttentionKernel = Literal["xla", "cudnn"]
-Loss = Callable[[nnx.State, jax.Array], jax.Array]
+Loss = Callable[[Any, jax.Array], jax.Array]
 Whole = Callable[[Any], Any]
 """From a module that holds shards of its parameters to the same module with all of them."""
 

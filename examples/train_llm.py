@@ -77,8 +77,10 @@ from llm_model import (
     AttentionKernel,
     Config,
     Loss,
+    Stages,
     init_params,
     make_loss,
+    make_stages,
     param_specs,
     peak_flops,
     training_flops,
@@ -284,6 +286,7 @@ class Run:
     measure_every: int
     console: Console
     check_replicas: bool = False  # after the last step
+    stages: Stages | None = None  # whose parameters are trained; `None`: those of the model
 
     @property
     def rows(self) -> int:
@@ -297,7 +300,12 @@ class Run:
 
     def init(self) -> Any:
         """Draws parameters, equal at every call, placed as the mesh splits them."""
-        init, key = partial(init_params, self.model), jax.random.key(self.seed)
+        stages, key = self.stages, jax.random.key(self.seed)
+
+        def init(key: jax.Array) -> Any:
+            params = init_params(self.model, key)
+            return params if stages is None else stages.split(params)
+
         return jax.jit(init, out_shardings=self.shardings(jax.eval_shape(init, key)))(key)
 
     def init_optimizer(self, optimizer: optax.GradientTransformation, params: Any) -> Any:
@@ -312,11 +320,18 @@ class Run:
 
     def shardings(self, params: Any) -> Any:
         """Where the parameters are."""
+        if self.stages is not None:
+            return jax.tree.map(lambda _: NamedSharding(self.mesh, P()), params)
         return jax.tree.map(partial(NamedSharding, self.mesh), param_specs(params, self.mesh))
 
     def replicated(self, function: Callable, *args: Any) -> Any:
         """``function(*args)``, computed with a copy on each device."""
         return jax.jit(function, out_shardings=NamedSharding(self.mesh, P()))(*args)
+
+
+def is_scale(path: tuple[Any, ...]) -> bool:
+    """Whether a parameter, or a moment of it, is a norm's scale, of one block or of all stacked."""
+    return any(getattr(entry, "key", None) == "scale" for entry in path)
 
 
 def make_optimizer(
@@ -327,7 +342,7 @@ def make_optimizer(
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
 
     def matrices(params: Any) -> Any:
-        return jax.tree.map(lambda p: p.ndim > 1, params)
+        return jax.tree_util.tree_map_with_path(lambda path, _: not is_scale(path), params)
 
     return optax.chain(
         clip or optax.clip_by_global_norm(MAX_NORM),
@@ -376,9 +391,11 @@ def train(run: Run, method: Method, dump: Dump | None = None) -> Result:
 def fit(
     run: Run, result: Result, step: Callable, params: Any, opt_state: Any,
     before: Callable[[int, Any, jax.Array], None] = lambda i, params, tokens: None,
-    ahead: int | None = None,
+    ahead: int | None = None, read: Callable[[Any, Any], Any] = lambda params, opt_state: params,
 ) -> None:  # fmt: skip
     """Takes the recipe's steps, ``before`` each what is to be measured, and fills in ``result``.
+
+    The parameters to evaluate are ``read(params, opt_state)``.
 
     The host is so many steps ahead of the devices: by default 1, so that these never wait for it;
     0 on virtual devices, which have too few threads for two steps.
@@ -412,6 +429,7 @@ def fit(
                     result.mfu = per_second / (peak * run.mesh.size)
                 text = status(result, run.rows * run.model.seq_len)
                 progress.update(bar, advance=1, status=text)
+    params = read(params, opt_state)
     batches = validation_batches(run.corpus, count=run.recipe.validation_batches, **window)
     evaluate = jax.jit(run.loss_fn)
     result.validation_loss = float(
@@ -467,18 +485,23 @@ def save_gradients(file: Path, step: int, worker_grads: Any) -> None:
 # --- What the other examples of this model begin and end with -------------------------------------
 
 
-def start(model: str, recipe: Recipe, seed: int) -> tuple[Run, dict[str, str]]:
-    """A run on all devices that measures no errors, and the environment, which is printed."""
+def start(model: str, recipe: Recipe, seed: int, scan: bool = False) -> tuple[Run, dict[str, str]]:
+    """A run on all devices that measures no errors, and the environment, which is printed.
+
+    With ``scan`` its parameters are those of functions that follow each other, with all blocks
+    stacked.
+    """
     config, console = CONFIGS[model], Console()
     mesh = dq.make_mesh((-1,), (AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     where = environment()
     for name, value in where.items():
         console.print(f"{name}: {value}", highlight=False)
-    loss_fn = make_loss(config)
+    stages = make_stages(config, scanned=True) if scan else None
+    loss_fn = stages.loss if stages else make_loss(config)
     run = Run(
         model=config, recipe=recipe, corpus=load_corpus(config.vocab_size), mesh=mesh,
         loss_fn=loss_fn, worker_grads=make_worker_grads(loss_fn, mesh), seed=seed,
-        measure_every=recipe.steps, console=console,
+        measure_every=recipe.steps, console=console, stages=stages,
     )  # fmt: skip
     return run, where
 

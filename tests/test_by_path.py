@@ -150,6 +150,7 @@ def test_states_and_metrics_are_those_of_all_methods():
     assert float(metrics.norm[0]) == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.release
 def test_metrics_weigh_methods_by_what_they_reduce():
     """DynamiQ knows its error and widths: that of the whole is between those of two bits."""
     sizes = {"a": 96 * 256, "b": 3 * 96 * 256, "c": 3000}

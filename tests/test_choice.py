@@ -283,6 +283,7 @@ def test_both_halves_have_the_limit_that_was_measured_for_them(monkeypatch, coll
         assert (f"{native}[" in text) or compressed
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing is compressed")
 def test_shards_are_gathered_compressed_where_the_whole_is_large_enough(monkeypatch):
     monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     n, method = 4, dq.Compression(dq.DynamiQ(backend="jnp"))

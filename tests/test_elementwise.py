@@ -94,7 +94,10 @@ REFUSED = {
     "zero_nans": (optax.chain(optax.zero_nans(), optax.sgd(0.1)), "zero_nans.*are not finite"),
     "adafactor": (optax.adafactor(1e-3), "'reduce_sum'.*use dq.optax.all_reduce"),
     "sm3": (optax.sm3(1e-3), r"'add' \(scale_by_sm3, .* split differently"),
-    "muon": (contrib.muon(1e-3), r"\(scale_by_muon, .*use dq.optax.all_reduce"),
+    "norm of a muon": (
+        optax.chain(contrib.muon(1e-3), optax.clip_by_global_norm(1.0)),
+        r"\(scale_by_muon, .*use dq.optax.all_reduce",
+    ),
     "lamb": (optax.lamb(1e-3), r"'reduce_sum' \(scale_by_trust_ratio, "),
     "noise": (optax.add_noise(0.1, 0.5, jax.random.key(0)), r"\(add_noise, .*noise depends"),
     "flatten": (optax.flatten(optax.adam(1e-3)), "'reshape'"),

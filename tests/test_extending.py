@@ -347,6 +347,7 @@ def test_training_passes_on_what_a_quantiser_is_told(name):
         jax.jit(grad_fn).lower(w, x)
 
 
+@pytest.mark.release
 def test_one_line_of_a_list_makes_a_quantiser_a_comparator(tmp_path, monkeypatch):
     """A package with the page's file, and its line in `contrib/__init__.py`, in a process."""
     folder = tmp_path / "dynamiq_jax"

@@ -79,6 +79,7 @@ else:
 """
 
 
+@pytest.mark.release
 @needs_hosts
 def test_a_tenant_takes_its_share_of_the_link(tmp_path):
     """A stream that could fill the link has about the rest; alone it has all of it."""

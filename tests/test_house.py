@@ -117,12 +117,12 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 37), "gradients on Auto axes": (on_auto, 46),
-    "gradients on Explicit axes": (on_explicit, 47), "overlapped": (pipeline, 43),
-    "FSDP": (fsdp, 42),
-    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 50),
-    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 52),
-    "sharded updates": (sharded_updates, 47),
+    "psum": (lambda: trace(psum), 36), "gradients on Auto axes": (on_auto, 45),
+    "gradients on Explicit axes": (on_explicit, 46), "overlapped": (pipeline, 42),
+    "FSDP": (fsdp, 38),
+    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 47),
+    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 49),
+    "sharded updates": (sharded_updates, 44),
 }  # fmt: skip
 """Functions that trace a way, and the most files of ours that they may run."""
 

@@ -140,6 +140,7 @@ print("public")
 """
 
 
+@pytest.mark.release
 def test_every_way_to_train_lives_on_public_jax():
     """No module of ours imports `jax._src`, neither when it loads nor when it traces."""
     result = python(PUBLIC)

@@ -63,6 +63,7 @@ def test_errors_do_not_change_with_scale_and_are_f32_in_low_precision():
         assert 1e-6 < float(low) < 5e-6 and low.dtype == jnp.float32 and low.shape == ()
 
 
+@pytest.mark.release
 def test_mixture_has_the_papers_magnitudes():
     n, super_groups = 4, 20000
     x = np.asarray(lognormal_mixture(jax.random.key(0), n, super_groups), np.float64)
@@ -93,7 +94,7 @@ ESTIMATED = [
 @pytest.mark.filterwarnings("ignore:.*error of a super-group")
 @pytest.mark.parametrize(
     ("bits", "topology", "n"),
-    daily(ESTIMATED, [(2.5, dq.Ring(), 13), (2.5, dq.Butterfly(), 4), (5, dq.Direct(), 13)]),
+    daily(ESTIMATED, [(5, dq.Direct(), 13)]),
     ids=lambda part: str(part) if isinstance(part, int | float) else type(part).__name__,
 )
 def test_estimates_of_the_error_are_near_the_measured_one(bits, topology, n):

@@ -190,6 +190,7 @@ def test_a_process_without_batches_takes_part_and_uneven_ones_are_named():
 # --- Restored states ------------------------------------------------------------------------------
 
 
+@pytest.mark.release
 def test_leaves_of_several_processes_get_other_zeros():
     """Each process has half of a leaf; to cut its end, and to put on another, needs all of it."""
     env = {name: os.environ[name] for name in KEPT if name in os.environ}

@@ -87,6 +87,7 @@ def test_what_is_not_finite_on_one_worker_is_skipped_on_all():
         train(careful(optax.chain(REDUCED, SGD)), 1)
 
 
+@pytest.mark.release
 def test_it_compresses_as_reduce_does_and_keeps_its_state():
     """Every step has a key of its own."""
     method = small(dq.ErrorFeedback(dq.contrib.MXFP8(rounding="stochastic")))

@@ -149,6 +149,7 @@ def names_in(jaxpr):
     return found
 
 
+@pytest.mark.release
 @pytest.mark.usefixtures("dtypes_promoted")
 def test_lora_trains_on_a_packed_base_as_on_one_that_each_step_encodes():
     (base, adapters, tokens), mesh = language_model(), auto_mesh(N)

@@ -189,6 +189,7 @@ def test_errors_and_widths_are_the_papers(kind, bits):
         np.testing.assert_allclose(shares, [np.mean(width == w) for w in (2, 4, 8)], atol=most)
 
 
+@pytest.mark.release
 def test_bias_is_as_small_as_the_papers():
     """The share of squared bias in the error: K samples without bias show 1/K."""
     x, keys = gradients("layers"), 6

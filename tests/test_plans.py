@@ -1,6 +1,9 @@
 """Plans are the program: their bytes are those of the compiled program's collectives."""
 
 import collections
+import re
+import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -143,6 +146,145 @@ def test_what_explain_is_given_is_a_step_or_a_tree():
     with pytest.raises(TypeError, match="takes a tree and n_workers, and got 0 arguments"):
         dq.explain({"w": jnp.ones(3)})  # type: ignore[call-overload]
     assert dq.explain(tree=jnp.ones(8), n_workers=4, verbose=False).n_workers == 4
+
+
+COTANGENTS = {
+    "default": (None, [8.34, 8.34]),
+    "other bits": (dq.DynamiQ(bits=4.5), [8.34, 4.34]),
+    "plain": (dq.BF16(), [8.34, 16]),
+    "exact": (dq.F32(), [8.34, 32]),
+}
+
+
+@pytest.mark.parametrize("name", COTANGENTS)
+def test_cotangents_of_an_exchange_have_a_plan(name):
+    """One leaf is excluded: its own cotangents are JAX's, which no plan of ours has."""
+    cotangents, bits = COTANGENTS[name]
+    limits = {"min_leaf_size": 1, "min_bucket_size": 1, "min_bucket_bytes": 0}
+    activations = dq.Compression(exclude="b", **limits)
+    policy = dq.Policy(activations=activations, cotangents=cotangents)
+
+    def gradient(x):
+        def loss(x):
+            found = COLLECTIVES["all_to_all"]({"a": x, "b": x[:8]}, compression=policy)
+            return jnp.sum(found["a"] ** 2) + jnp.sum(found["b"] ** 3)
+
+        return jax.grad(loss)(x)
+
+    found = dq.explain(*mapped(gradient, (4 * 8192,)), verbose=False)
+    check(found, most_other=100)
+    forward, backward = found.plans
+    assert (forward.plan.backward, backward.plan.backward) == (False, True)
+    assert [run.times for run in found.plans] == [1, 1]
+    moves = [move for run in found.plans for move in run.plan.moves if move.bucket is not None]
+    sent = [move.sent_bits / (3 / 4 * 8192) for move in moves]
+    assert sent == pytest.approx(bits, rel=0.01)
+    assert "all-to-all of cotangents" in str(found)
+    (own,) = found.others
+    assert own.sent_bytes == 3 / 4 * 8 * 4  # of the excluded leaf
+
+
+EXPLICIT_LIMITS = {"min_leaf_size": 100, "min_bucket_size": 1, "min_bucket_bytes": 0}
+
+
+def on_explicit(loss, shapes, **limits):
+    """The gradients of a loss on Explicit axes, of 4 workers, and its arguments."""
+    mesh = mesh_of(4, kind=AxisType.Explicit)
+    replicated, split = (jax.NamedSharding(mesh, spec) for spec in (P(), P("data")))
+    params = {k: jax.ShapeDtypeStruct(v, "f", sharding=replicated) for k, v in shapes.items()}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=split)
+    method = dq.Compression(CHEAP.method, **limits)
+    return mesh, dq.value_and_grad(loss, axis_name="data", compression=method), params, x
+
+
+def scaled(params, x):
+    return jnp.mean((x * params["scale"][None] @ params["w"]) ** 2) * jnp.sum(params["norm"])
+
+
+def test_what_jax_sums_on_explicit_axes_is_told_with_its_reason():
+    shapes = {"w": (256, 64), "scale": (256,), "norm": (300,), "bias": (7,)}
+    mesh, *step = on_explicit(scaled, shapes, exclude="norm", **EXPLICIT_LIMITS)
+    with jax.set_mesh(mesh):
+        found = dq.explain(*step, verbose=False)
+    check(found)
+    by_jax, ours = sorted(found.plans, key=lambda run: not run.plan.by_jax)
+    why = {own.leaf.path: own.reason for own in by_jax.plan.exact}
+    by_use = "JAX sums it where the loss uses it"
+    assert why == {"bias": "size 7 < min_leaf_size 100", "norm": "excluded", "scale": by_use}
+    assert by_jax.sent_bytes == by_jax.native_bytes == 0  # those of XLA's collectives
+    assert [leaf.path for bucket in ours.plan.buckets for leaf in bucket.leaves] == ["w"]
+    assert f"  ['scale'] 256 float32: {by_use}" in str(found)
+    assert "float32, by JAX: see below" in str(found)
+
+
+# --- A large share that travels natively ----------------------------------------------------------
+
+NOT_ENOUGH = (384, 256)
+"""More coordinates than `plan.LARGE`, and fewer than a bucket of 4 workers needs by default."""
+PER_WORKER = (4 * NOT_ENOUGH[0], NOT_ENOUGH[1])
+
+
+def sharded_update(x):
+    optimizer = dq.optax.sharded(optax.sgd(0.1), "data")
+    return optimizer.update(x, optimizer.init(jnp.ones_like(x)), jnp.ones_like(x))[0]
+
+
+def fsdp_gradient(x):
+    return jax.grad(lambda own: jnp.sum(dq.fsdp(own, "data", specs=P("data")) ** 2))(x)
+
+
+def linear(params, x):
+    return jnp.mean((x @ params["w"]) ** 2)
+
+
+def on_auto():
+    w, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (NOT_ENOUGH[::-1], (64, 256)))
+    return dq.value_and_grad(linear, axis_name="data", mesh=auto_mesh(4)), {"w": w}, x
+
+
+KINDS = {
+    **{name: (name, 1) for name in COLLECTIVES},
+    "sharded updates": (sharded_update, 2),  # gradients, and differences of parameters
+    "FSDP": (fsdp_gradient, 2),
+    "Auto": (None, 1),
+    "Explicit": (None, 1),
+}
+"""A call, and how many of its collectives have nothing compressed."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_large_share_that_travels_natively_is_warned_of_in_every_way(kind):
+    call, count = KINDS[kind]
+    mesh = None
+    if kind == "Auto":
+        step, *args = on_auto()
+    elif kind == "Explicit":
+        mesh, step, *args = on_explicit(linear, {"w": NOT_ENOUGH[::-1]})
+    elif kind in COLLECTIVES:
+        shape = NOT_ENOUGH if kind == "all_gather" else PER_WORKER  # its shards are a fourth
+        step, *args = mapped(lambda x: COLLECTIVES[call](x, compression=dq.DynamiQ()), shape)
+    else:
+        shape = NOT_ENOUGH if kind == "FSDP" else PER_WORKER
+        step, *args = mapped(call, shape)
+    with warnings.catch_warnings(record=True) as seen, jax.set_mesh(mesh or auto_mesh(4)):
+        warnings.simplefilter("always")
+        jax.jit(step).trace(*args)
+    said = [str(one.message) for one in seen]
+    assert len(said) == count, said
+    words = r"leaf .* \([\d,]+ bytes\) are .*, since there is a bucket of \d+ < min_bucket_size \d+"
+    assert all(re.search(words, one) and "min_bucket_bytes=0) to compress" in one for one in said)
+    assert all(Path(one.filename) == Path(__file__) for one in seen)
+
+
+def test_gradients_that_jax_sums_where_they_are_used_are_warned_of():
+    shapes = {"w": (256, 64), "scale": (256, 300), "norm": (3,)}
+
+    def loss(params, x):
+        return scaled(params | {"scale": jnp.sum(params["scale"], 1)}, x)
+
+    mesh, step, *args = on_explicit(loss, shapes, **EXPLICIT_LIMITS)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="where the loss uses it.*exclude="):
+        jax.jit(step).trace(*args)
 
 
 # --- A model that is not there: what `explain` prints of a tree -----------------------------------

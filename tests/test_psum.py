@@ -40,6 +40,7 @@ def test_replicas_agree_and_the_key_alone_decides(name):
     assert np.mean(other != first) > 0.3
 
 
+@pytest.mark.release
 def test_nearest_rounding_has_half_the_error_and_no_noise():
     """Over `Direct` a gradient is encoded once, and the sum again."""
     x, exact = case()

@@ -370,12 +370,16 @@ HOLDS = {
     "constraints": lambda found: close(jax.device_get(found["grads"]), exact(found)),
     "node_and_gpu": of_a_batch,
     "scan_layers": of_layers,
+    "linen_scan": None,
+    "nnx_scan": None,
+    "equinox_scan": None,
     "fsdp": of_fsdp,
     "lora": of_adapters,
     "overlapped": of_layers,
     "overlapped_sharded": of_scattered,
     "deferred": of_deferred,
     "loss_scaling": of_finite_parameters,
+    "replicas": lambda found: 0 < float(found["error"]) < 0.2,
     "weight": of_finite_parameters,
     "short_batches": uneven_worker.check,
     "privacy": of_layers,
@@ -391,7 +395,7 @@ HOLDS = {
     "islands": of_islands,
 }  # fmt: skip
 """Recipes, and what holds of their variables."""
-NEEDS = {"keras_model": "keras", "equinox_net": "equinox"}
+NEEDS = {"keras_model": "keras", "equinox_net": "equinox", "equinox_scan": "equinox"}
 
 
 @pytest.mark.parametrize("name", daily([*HOLDS], []))

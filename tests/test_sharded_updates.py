@@ -595,6 +595,7 @@ def test_masters_follow_changed_parameters_where_copies_are_rounded_masters():
     assert (state.unpadded()["out"] != params["out"].astype(jnp.float32)).any()
 
 
+@pytest.mark.filterwarnings("ignore:.*nothing is compressed")
 def test_the_limits_of_the_gradients_are_those_of_the_differences():
     """Two leaves that are split along other dimensions are buckets of their own, small ones."""
     params = {"a": jnp.ones((512, 64)) / 22, "c": jnp.ones((64, 512)) / 22}

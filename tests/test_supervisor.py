@@ -85,6 +85,7 @@ def test_hosts_go_on_without_a_dead_one_and_take_it_back(tmp_path):
         assert hosts.statuses() == [143] * 3
 
 
+@pytest.mark.release
 def test_a_run_ends_when_all_have_ended_well(tmp_path):
     with Supervised(tmp_path, 3) as hosts:
         hosts.command[-2:] = "30", "0.02"
@@ -93,6 +94,7 @@ def test_a_run_ends_when_all_have_ended_well(tmp_path):
         assert hosts.last(1).endswith("the run has ended well")
 
 
+@pytest.mark.release
 def test_a_process_that_waits_takes_the_next_start(tmp_path):
     (tmp_path / "slow.py").write_text("import os; print('imported by', os.getpid(), flush=True)")
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
@@ -252,6 +254,7 @@ def test_a_host_comes_back_at_another_address(tmp_path):
         hosts.until_said(r"start \d+ with 3 hosts\nrank \d of 3 from [1-9]", seconds=30)
 
 
+@pytest.mark.release
 def test_one_host_alone_is_told_that_hangs_are_not_seen(tmp_path):
     command = [sys.executable, "-S", "-c", "import time; time.sleep(1.5)"]
     with Supervised(tmp_path, 1, "--stall", "0.5", command=command) as hosts:

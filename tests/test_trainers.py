@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 KERAS, EQUINOX, MULTI_STEPS = (RECIPES[n] for n in ("keras_model", "equinox_net", "multi_steps"))
-EXPLICIT = 'with jax.set_mesh(jax.make_mesh((8,), ("data",))):'
+EXPLICIT = 'with jax.set_mesh(dq.make_mesh((-1,), ("data",))):'
 ON_LINES = """dq.optax.sharded(  # 1: was {}
         optax.adam(1e-3), "data", compression=compression
     )"""
@@ -36,9 +36,9 @@ PLAIN = {
         EQUINOX,
         {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
-            """dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
+            """dq.equinox.filter_value_and_grad(  # 2: was eqx.filter_value_and_grad
         net_loss, axis_name="data", compression=compression, unreduced=True
-    )""": "jax.value_and_grad(net_loss)",
+    )""": "eqx.filter_value_and_grad(net_loss)",
         },
     ),
     "multi steps": (

@@ -41,6 +41,7 @@ def without_triton(task: str) -> dict:
     return json.loads(ran.stdout)
 
 
+@pytest.mark.release
 def test_trainings_on_cpu_do_without_triton():
     found = without_triton("train")
     assert found.pop("kernels") == "jnp"

@@ -20,7 +20,7 @@ from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels
-from dynamiq_jax.plan.plan import EXCLUDED, Kind, Native, Plan
+from dynamiq_jax.plan.plan import EXCLUDED, PADDED, Kind, Native, Plan
 from dynamiq_jax.topologies import AnyTopology, Direct, Topology
 from dynamiq_jax.topologies.choice import automatic, with_transport
 from dynamiq_jax.topologies.links import fast_links, slow_by_choice
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 """``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
 excludes the leaf."""
-
-PADDED = "padded to"
-"""The reason for a bucket whose padding takes all bits that compression saves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +245,8 @@ class Compression(Options):
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
         natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
         found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart), tuple(defaults)
-        return Plan(kind, sizes, *found)
+        limited = (self.min_bucket_size, self.min_bucket_bytes) != (None, None)
+        return Plan(kind, sizes, *found, limited=limited)
 
     def init_state(
         self,

@@ -67,10 +67,14 @@ AnyPolicy = Policy | AnyCompression
 def as_compression(
     given: AnyPolicy | None, field: Field = "gradients", default: Method | None = None
 ) -> Compression:
-    """The `Compression` that ``compression`` of a function says for its first field."""
+    """The `Compression` that ``compression`` of a function says for its first field.
+
+    Without a method it has the ``default``, whatever else it says.
+    """
     told = getattr(given, field) if isinstance(given, Policy) else given
     if isinstance(told, Compression):
-        return told
+        unsaid = default is not None and told.method is None
+        return replace(told, method=default) if unsaid else told
     _check(told, "compression")
     return Compression(default if told is None else told)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from dynamiq_jax.methods.base import Limits, Method
+from dynamiq_jax.methods.base import Limits, Method, check_shards
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.methods.levels import TwoLevels, check_shards
+from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, native_share
 from dynamiq_jax.topologies import AnyTopology, Topology
 from dynamiq_jax.tree.leaves import Bucket
@@ -102,7 +102,8 @@ class Route:
         if kind == "all-reduce":
             return self.sum_limits
         limits, n = self.limits, self.n_workers
-        if limits.min_bucket_bytes == psum_bytes(n) and "min_bucket_bytes" not in passed:
+        least = limits.min_bucket_bytes
+        if least and "min_bucket_bytes" not in passed and least == psum_bytes(n):
             least = psum_scatter_bytes(n)
             bucket = max(limits.bucket_bytes, 2 * least)
             limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)

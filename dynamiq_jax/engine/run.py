@@ -11,7 +11,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import inlined
 from dynamiq_jax.core.seeds import Seed, key_words
 from dynamiq_jax.methods import State
-from dynamiq_jax.plan.plan import Native, Plan, remember
+from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
 from dynamiq_jax.tree.leaves import Bucket
 
 Values = dict[int, Any]
@@ -75,5 +75,6 @@ def run(
     states: Sequence[State] | None = None,
 ) -> tuple[Values, list[State], list[Any]]:
     """Runs a plan; returns its leaves, the next state of every bucket, and facts for metrics."""
+    warn_of_native(plan)
     states = [()] * len(plan.buckets) if states is None else states
     return rule.axis.program(_run)(values, key, states, plan=plan, rule=rule)

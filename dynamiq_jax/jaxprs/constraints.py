@@ -208,14 +208,14 @@ def _replay(program: Any, axis: Axis, args: Sequence[Any]) -> list[Any]:
     return interpret(
         program,
         args,
-        lambda equation, operands: axis.to_varying(list(_run(equation, axis, operands))),
+        lambda equation, operands: axis.to_varying(list(run_equation(equation, axis, operands))),
         literal=lambda atom: axis.to_varying(constant_of(atom)),
         constant=axis.to_varying,
     )
 
 
-def _run(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
-    """The results of one equation for one worker's operands."""
+def run_equation(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
+    """The results of one equation for one worker's operands, all typed as varying."""
     name, params = name_of(equation), equation.params
     if name == "sharding_constraint":
         return [_constrain(operands[0], _spec_of(params), get_abstract_mesh().manual_axes)]

@@ -21,12 +21,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, varying_axes
-from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, RESHAPES
-from dynamiq_jax.jaxprs.walk import interpret
+from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, varying_axes, with_constants
+from dynamiq_jax.jaxprs.owners import Owners, Schedule, owned, run_group
+from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, PRODUCTS, RESHAPES
+from dynamiq_jax.jaxprs.walk import equations_of, interpret
 from dynamiq_jax.tree.placement import Padding, axes_of, split_of, whole_shape
 
 JAX = os.path.join(os.path.dirname(jax.__file__), "")
@@ -46,8 +47,8 @@ REMEDIES = {
     "add_noise": "Its noise depends on the place of a coordinate: use dq.optax.all_reduce",
 }
 REMEDY = (
-    "An update must depend on its own coordinate alone; for other optimizers (Muon, Adafactor, "
-    "LAMB) use dq.optax.all_reduce, and max_norm= is the clip by norm"
+    "An update must depend on its own coordinate, or its own matrix, alone; for other optimizers "
+    "(Adafactor, LAMB) use dq.optax.all_reduce, and max_norm= is the clip by norm"
 )
 
 
@@ -90,28 +91,40 @@ def on_slices(
     args: tuple[Any, ...],
     wholes: tuple[Any, ...],
     specs: Sequence[P],
-    results: Any,
-    result_specs: Sequence[P],
+    results: tuple[Any, Sequence[P]],
     sizes: Mapping[str, int],
+    *,
+    owners: Owners | None = None,
 ) -> Any:
     """Slices of what ``function`` returns for whole arrays, of which ``args`` are slices.
 
-    Specs say how mesh axes split each leaf, ``wholes`` and ``results`` which shapes whole arguments
-    and results have, and ``sizes`` how many slices there are along every axis. The last slices may
-    be longer than what is left of an array: what they have there, and get, is not the function's.
+    Specs say how mesh axes split each leaf, ``wholes`` which shapes whole arguments have, and
+    ``results`` both of the results; ``sizes`` has the number of slices along every axis. The last
+    slices may be longer than what is left of an array: what they have there, and get, is not the
+    function's.
+
+    ``owners`` may run parts that take whole matrices.
     """
     closed, made = jax.make_jaxpr(function, return_shape=True)(*wholes)
-    if jax.tree.structure(made) != jax.tree.structure(results):
+    likes, result_specs = results
+    if jax.tree.structure(made) != jax.tree.structure(likes):
         raise ValueError(
             f"the inner optimizer returns {jax.tree.structure(made)}, and must return "
-            f"{jax.tree.structure(results)}: updates like the parameters, a state like init's"
+            f"{jax.tree.structure(likes)}: updates like the parameters, a state like init's"
         )
     leaves = zip(jax.tree.leaves(args), specs, strict=True)
-    found = _run(closed, [_value(x, spec) for x, spec in leaves])
+    values = [_value(x, spec) for x, spec in leaves]
+    schedule = None
+    if owners and any(name_of(equation) in PRODUCTS for equation in equations_of(closed)):
+        schedule = owned(closed, specs, result_specs, owners.axis)
+    if owners is None or schedule is None:
+        found = _run(closed, values)
+    else:
+        found = _by_owners(schedule, values, owners)
     made, treedef = jax.tree_util.tree_flatten_with_path(made)
     slices = []
     for value, (path, x), like, spec in zip(
-        found, made, jax.tree.leaves(results), result_specs, strict=True
+        found, made, jax.tree.leaves(likes), result_specs, strict=True
     ):
         axes = axes_of(spec)
         if not value.uniform and (x.shape, value.spec) != (like.shape, spec if axes else None):
@@ -132,9 +145,36 @@ def _run(closed: Any, args: Sequence[_Value], source: JaxprEqn | None = None) ->
         closed,
         args,
         lambda equation, operands: _results(equation, operands, source or equation),
-        literal=lambda atom: _value(np.asarray(atom.val, atom.aval.dtype)),  # type: ignore[attr-defined]
+        literal=_literal,
         constant=_value,
     )
+
+
+def _by_owners(schedule: Schedule, args: Sequence[_Value], owners: Owners) -> list[_Value]:
+    """The results of a program with parts that take whole matrices."""
+    jaxpr, constants = with_constants(schedule.program)
+    known = dict(zip(jaxpr.constvars, map(_value, constants), strict=True))
+    known |= zip(jaxpr.invars, args, strict=True)
+
+    def read(atom: Any) -> _Value:
+        return _literal(atom) if isinstance(atom, Literal) else known[atom]
+
+    for step in schedule.steps:
+        if isinstance(step, JaxprEqn):
+            found = _results(step, [read(atom) for atom in step.invars], step)
+            known |= zip(step.outvars, found, strict=True)
+            continue
+        given = [[known[v].data for v in part.given] for part in step]
+        shared = [known[v].full(v.aval.shape) for v in step[0].shared]  # type: ignore
+        found = run_group(step, given, shared, owners)
+        for part, slices in zip(step, found, strict=True):
+            pairs = zip(part.results.items(), slices, strict=True)
+            known |= {v: _Value(x, spec) for (v, spec), x in pairs}
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _literal(atom: Any) -> _Value:
+    return _value(np.asarray(atom.val, atom.aval.dtype))
 
 
 def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> list[_Value]:

@@ -45,6 +45,14 @@ ELEMENTWISE = frozenset(
 )
 """Primitives whose results have at every place what follows from the operands at this place."""
 
+KEPT = frozenset("bitcast_convert_type optimization_barrier".split())
+"""Primitives that change no order of entries, though they are not in `ELEMENTWISE`."""
+
+PRODUCTS = frozenset(
+    "dot_general cholesky eig eigh householder_product lu qr geqrf svd triangular_solve".split()
+)
+"""Primitives of whole matrices."""
+
 REDUCTIONS = ("reduce_", "arg", "dot_general")
 """How primitives begin that make one entry of many."""
 
@@ -73,3 +81,7 @@ def collective_of(name: str) -> str | None:
     """
     name = name.removesuffix("_invariant").removesuffix("_reduced").removeprefix("unreduced_")
     return name if name in COLLECTIVES else None
+
+
+MARK = "name"
+"""The identity of `jax.ad_checkpoint.checkpoint_name`."""

@@ -7,7 +7,7 @@ from `methods.plain.PlainMethod`, which derives all members from `encode` and `d
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -320,3 +320,22 @@ class WrappedMethod(Method):
     def without_plan(self) -> Self:
         """See `Method`."""
         return replace(self, method=self.method.without_plan())  # type: ignore[type-var]
+
+
+def compounded(errors: Iterable[float]) -> float:
+    """The relative error of successive encodings, from that of each encoding (unitless).
+
+    An encoding with the relative error e makes the energy 1 + e times as large. The error of the
+    next encoding is proportional to this energy, which includes earlier errors.
+    """
+    return math.prod(1 + e for e in errors) - 1
+
+
+def check_shards(method: Method, what: str) -> None:
+    """Refuses a method that cannot scatter and gather, which ``what`` needs."""
+    if not method.shards:
+        raise NotImplementedError(
+            f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
+            "dq.DynamiQ() or dq.contrib.MXFP8(), or reduce with dq.psum over a topology "
+            "without them"
+        )

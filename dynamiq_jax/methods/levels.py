@@ -12,23 +12,21 @@ from jaxtyping import Float
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.seeds import Seed, fold_seed
-from dynamiq_jax.methods.base import Call, Collective, Method, Outcome, State
-from dynamiq_jax.methods.metrics import PayloadFacts, compounded
+from dynamiq_jax.methods.base import (
+    Call,
+    Collective,
+    Method,
+    Outcome,
+    State,
+    check_shards,
+    compounded,
+)
+from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket
 
 UNIT = 1024
 """Coordinates that stay together in a slice: whole super-groups and blocks of every method."""
-
-
-def check_shards(method: Method, what: str) -> None:
-    """Refuses a method that cannot scatter and gather, which ``what`` needs."""
-    if not method.shards:
-        raise NotImplementedError(
-            f"method={method!r} does not do {what}; pass a quantiser without memory, such as "
-            "dq.DynamiQ() or dq.contrib.MXFP8(), or reduce with dq.psum over a topology "
-            "without them"
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -117,15 +117,6 @@ def summarise(buckets: list[BucketMetrics], *, bits_per_coord: float, wire_bytes
         wire_bytes=wire_bytes,
     )
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), found)
-
-
-def compounded(errors: Iterable[float]) -> float:
-    """The relative error of successive encodings, from that of each encoding (unitless).
-
-    An encoding with the relative error e makes the energy 1 + e times as large. The error of the
-    next encoding is proportional to this energy, which includes earlier errors.
-    """
-    return math.prod(1 + e for e in errors) - 1
 
 
 @inlined  # outside of programs its operations would be compiled one by one

@@ -44,6 +44,7 @@ from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
+from dynamiq_jax.jaxprs.owners import Owners
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
@@ -239,9 +240,11 @@ def sharded(
 
     Args:
       inner: an optimizer whose update of a coordinate depends only on this coordinate, such as
-        `optax.adamw`, `optax.lion` or `optax.sgd`. Its program is traced for whole parameters in
-        f32; updates run its elementwise operations on slices. Extra arguments of ``update``, such
-        as a loss, must be the same on all workers.
+        `optax.adamw`, `optax.lion` or `optax.sgd`, or only on its matrix, such as
+        `optax.contrib.muon`. Its program is traced for whole parameters in f32; updates run its
+        elementwise operations on slices. Matrices travel to owners and back in bf16, or in f32 if
+        parameters travel exactly: 32/n or 64/n bits per coordinate for n workers. Extra arguments
+        of ``update``, such as a loss, must be the same on all workers.
       axis_name: as for `dynamiq_jax.psum`; if there are several axes, the outermost first.
       compression: how gradients travel, as for `dynamiq_jax.psum`, without memory; or a
         `dynamiq_jax.Policy`, whose ``parameters`` say how differences of parameters travel, as for
@@ -268,8 +271,8 @@ def sharded(
 
     Raises:
       ValueError: ``params`` are missing or not of floating-point dtypes of up to 32 bits; they or
-        the gradients have other leaves than masters, or another order; ``inner`` mixes coordinates
-        or depends on their position; a method has memory; gradients are terms over other axes, or
+        the gradients have other leaves than masters, or another order; ``inner`` mixes matrices or
+        depends on positions; a method has memory; gradients are terms over other axes, or
         other axes split them otherwise than the masters; the call is outside of maps, and there is
         no mesh; or a wrapper of optax around this transformation uses each worker's own gradients.
     """
@@ -489,7 +492,8 @@ class _Start(NamedTuple):
         """The inner optimizer's state for slices of masters."""
         placed, own = layout.placed, layout.splits[len(layout.placed) :]
         whole, counts = (layout.masters,), layout.counts
-        return on_slices(self.inner.init, (masters,), whole, placed, layout.inner, own, counts)
+        results = layout.inner, own
+        return on_slices(self.inner.init, (masters,), whole, placed, results, counts)
 
     def _slices(self, masters: Any, layout: _Layout) -> tuple[Any, Any]:
         """This worker's slices of the masters and of the inner state, inside of a map."""
@@ -677,14 +681,15 @@ class _Update(NamedTuple):
         """The masters and the inner state after a step of the inner optimizer."""
         placed = given.placed
         like = whole_arrays((state.masters, state.inner), state.splits, given.sizes, state.padding)
+        exactly = given.total.gathers_exactly(describe_leaves(state.masters))
         steps, inner = on_slices(
             lambda g, s, p: self.inner.update(g, s, p, **extra),
             (gradients, state.inner, state.masters),
             (like[0], like[1], like[0]),
             (*placed, *state.splits[len(placed) :], *placed),
-            like,
-            state.splits,
+            (like, state.splits),
             given.sizes,
+            owners=Owners(given.total.axis, all(exactly)),
         )
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         leaves, both = jax.tree.flatten((masters, inner))

@@ -6,14 +6,16 @@ that run it by its `Plan.scope`, so a compiled program tells which plans it runs
 """
 
 import math
+import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax import Array
 
 from dynamiq_jax.core.seeds import bucket_seeds
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
@@ -99,6 +101,12 @@ class Plan(NamedTuple):
     """Leaves that were left out of the buckets, which would hold them otherwise."""
     defaults: tuple[str, ...] = ()
     """Defaults that links and environment of this machine decided, a line for each."""
+    limited: bool = False
+    """Whether the caller set a limit of buckets, and expects that small ones travel natively."""
+    backward: bool = False
+    """Whether this is what a backward pass sends of a call's cotangents."""
+    by_jax: bool = False
+    """Whether JAX itself sums the leaves where a loss uses them, by collectives without a plan."""
 
     @property
     def n_workers(self) -> int:
@@ -137,7 +145,9 @@ class Plan(NamedTuple):
     @property
     def scope(self) -> str:
         """The name under which the operations of this plan stand in a compiled program."""
-        told = "\n".join(map(repr, (self.kind, self.sizes, self.keyed, *self.exact, *self.buckets)))
+        flags = [name for name in ("backward", "by_jax") if getattr(self, name)]
+        own = self.kind, self.sizes, self.keyed, *flags, *self.exact, *self.buckets
+        told = "\n".join(map(repr, own))
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
     def seeds(self, words: Array | None) -> list[Any]:
@@ -145,8 +155,88 @@ class Plan(NamedTuple):
         return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
 
 
+PADDED = "padded to"
+"""Begins the reason for a bucket whose padding takes all bits that compression saves."""
+NOTABLE, LARGE = 4096, 65536
+"""Coordinates of leaves that look like parameters, and of leaves that are worth compressing."""
+_NATIVELY: dict[Kind, str] = {
+    "all-reduce": "are summed by jax.lax.psum",
+    "reduce-scatter": "are scattered by jax.lax.psum_scatter",
+    "all-gather": "are gathered by jax.lax.all_gather",
+    "all-to-all": "are exchanged by jax.lax.all_to_all",
+}
+
+
+BY_USE = "JAX sums it where the loss uses it"
+"""The reason for a gradient on Explicit axes that comes back summed."""
+
+
+def warn_of_native(plan: Plan, moved: int | None = None) -> None:
+    """Warns if more than a tenth of a plan's compressible bytes travel natively unasked.
+
+    The causes are padding, limits that the caller did not set, or JAX's types. ``moved`` is the
+    number of bytes that are compressed, by default those of the plan's buckets.
+    """
+    n = plan.n_workers
+    if n == 1:
+        return
+    if moved is None:
+        moved = sum(leaf.nbytes for bucket in plan.buckets for leaf in bucket.leaves)
+    parts = n if plan.kind == "all-gather" else 1  # a worker passes its shard of a leaf
+    wanted = (PADDED, BY_USE, *(() if plan.limited else ("min_bucket",)))
+    # If nothing is compressed, small leaves count if together they are as large as a large one.
+    least, nothing = (LARGE, "") if moved else (NOTABLE, "; nothing is compressed")
+    small = [
+        (leaf, reason)
+        for leaf, reason, _ in plan.exact
+        if any(word in reason for word in wanted) and parts * leaf.size >= least
+    ]
+    native = sum(leaf.nbytes for leaf, _ in small)
+    total = parts * sum(leaf.size for leaf, _ in small)
+    if native <= (moved + native) / 10 or total < LARGE:
+        return
+    leaves, (reason, *_) = zip(*small, strict=True)
+    reason = reason if reason == BY_USE else f"there is a {reason}"
+    if PADDED in reason:
+        remedy = "pass more leaves at a time, or reduce among fewer workers"
+    elif reason == BY_USE:
+        remedy = "dq.Compression(exclude=...) says that it is meant; Auto axes compress all"
+    else:
+        remedy = (
+            "pass dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one "
+            "of these limits"
+        )
+    by = "are summed by JAX" if plan.by_jax else _NATIVELY[plan.kind]
+    warn(
+        f"{described(leaves)} ({native:,} bytes) {by}, since {reason}{nothing}. "
+        f"dq.explain(tree, {n}) tells of every leaf which way it goes; {remedy}",
+    )
+
+
+def described(leaves: Sequence[Leaf]) -> str:
+    """The first leaf, and how many more there are."""
+    first = leaves[0]
+    return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"
+
+
+_SCOPES = re.compile(rf"{SCOPE}\w+")
 _known: dict[str, Plan] = {}
 """All plans that this process has run, by their scopes."""
+
+
+def scope_of(path: str) -> str | None:
+    """The innermost plan in the path of an operation; "" in the transpose of a native exchange.
+
+    Only exchanges have plans of their own for cotangents. JAX transposes those of leaves that
+    travel natively, and what it puts there belongs to no plan.
+    """
+    found = None
+    for match in _SCOPES.finditer(path):
+        _, transposed, inside = path[: match.start()].rpartition("transpose(")
+        back = bool(transposed) and inside.count(")") <= inside.count("(")
+        plan = _known.get(match[0])
+        found = "" if back and plan is not None and plan.kind == "all-to-all" else match[0]
+    return found
 
 
 def remember(plan: Plan) -> str:

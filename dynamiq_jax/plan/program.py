@@ -8,6 +8,8 @@ from functools import cache
 
 import numpy as np
 
+from dynamiq_jax.plan.plan import scope_of
+
 ITEM_BITS = dict(pred=8, s4=4, u4=4, s8=8, u8=8, s16=16, u16=16, bf16=16, f16=16)
 ITEM_BITS |= dict(s32=32, u32=32, f32=32, s64=64, u64=64, f64=64, c64=64, c128=128)
 NAMES = "collective-permute|all-gather|all-reduce|all-to-all|reduce-scatter|send|recv"
@@ -173,9 +175,7 @@ def _sent(
     return total * parts.get(found["name"], 1) * (n - 1) / n
 
 
-def scoped(found: Sequence[Collective], prefix: str) -> Iterator[tuple[str | None, Collective]]:
-    """Every collective with the innermost scope in its path that begins with ``prefix``."""
-    pattern = re.compile(rf"{re.escape(prefix)}\w+")
+def scoped(found: Sequence[Collective]) -> Iterator[tuple[str | None, Collective]]:
+    """Every collective with the plan in whose scope it runs."""
     for collective in found:
-        names = pattern.findall(collective.op_name)
-        yield (names[-1] if names else None), collective
+        yield scope_of(collective.op_name) or None, collective

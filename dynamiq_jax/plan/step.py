@@ -6,14 +6,14 @@ program: a table that is not what the program does says so.
 """
 
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.stages import Compiled
 
-from dynamiq_jax.plan.plan import SCOPE, Move, Plan, known, lines_of_defaults
+from dynamiq_jax.plan.plan import Move, Plan, known, lines_of_defaults
 from dynamiq_jax.plan.program import Collective, collectives_of, scoped
 from dynamiq_jax.plan.traced import bytes_by_scope
 
@@ -44,7 +44,7 @@ class PlanRun:
     def native_bytes(self) -> float:
         """Bytes of these of leaves that are not compressed."""
         moves = (move for move in self.plan.moves if move.bucket is None)
-        return self.times * sum(move.sent_bits for move in moves) / 8
+        return 0.0 if self.plan.by_jax else self.times * sum(x.sent_bits for x in moves) / 8
 
     @property
     def pushes(self) -> bool:
@@ -139,8 +139,8 @@ def explain_step(
     n = max(len(devices), 1)
     host_of = [device.process_index for device in devices]
     several = len({*host_of}) > 1
-    found = list(scoped(collectives_of(compiled.as_text() or "", n), SCOPE))
-    asked = bytes_by_scope(traced.jaxpr, SCOPE)
+    found = list(scoped(collectives_of(compiled.as_text() or "", n)))
+    asked = bytes_by_scope(traced.jaxpr)
     compiled_to: collections.Counter[str | None] = collections.Counter()
     for scope, collective in found:
         compiled_to[scope] += collective.total_bytes  # type: ignore[assignment]
@@ -153,7 +153,9 @@ def explain_step(
         times = _times(plan, whole, whole + widens * narrow, compiled_to[scope])
         exactly = whole / once if once else 1.0
         fits = abs(exactly - round(exactly)) <= AGREES * exactly
-        runs.append(PlanRun(plan, times, times * plan.sent_bytes, fits))
+        # What JAX sums by itself is among the collectives without a plan.
+        sent = 0.0 if plan.by_jax else times * plan.sent_bytes
+        runs.append(PlanRun(plan, times, sent, fits or plan.by_jax))
         # Samples that XLA leaves out are narrow, too.
         left = times * (narrow * once / max(whole, 1.0) - (once - plan.sent_bytes))
         widened += widens * max(left, 0.0)
@@ -221,25 +223,32 @@ def _others(found: Sequence[Collective]) -> list[Other]:
     return sorted(told, key=lambda row: -row.sent_bytes)
 
 
+def _rows_of(run: PlanRun) -> Iterator[tuple[str, ...]]:
+    """The rows of a plan: one for what travels natively, and one for each method."""
+    groups: dict[str, list[Move]] = {}
+    for move in run.plan.moves:
+        groups.setdefault(move.how if move.bucket is not None else "native", []).append(move)
+    for how, own in groups.items():
+        leaves = sum(len(move.leaves) for move in own)
+        size = sum(move.size for move in own)
+        of = f"{leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} coordinates"
+        if how == "native":
+            by = "by JAX: see below" if run.plan.by_jax else "natively"
+            how = "+".join(sorted({move.how for move in own})) + f", {by}"
+        else:
+            of += f", {len(own)} bucket{'s' if len(own) > 1 else ''}"
+        sent = run.times * sum(move.sent_bits for move in own) / 8
+        kind = run.plan.kind + " of cotangents" * run.plan.backward
+        nbytes = "" if run.plan.by_jax else f"{sent:,.0f}"
+        yield kind, of, how, str(run.times), nbytes
+
+
 def _lines(told: StepExplanation) -> list[str]:
-    rows = [("collective", "of", "how", "times", "bytes/step")]
+    rows: list[tuple[str, ...]] = [("collective", "of", "how", "times", "bytes/step")]
     natives: list[tuple[Move, int]] = []
     for run in told.plans:
-        moves = run.plan.moves
-        groups: dict[str, list[Move]] = {}
-        for move in moves:
-            groups.setdefault(move.how if move.bucket is not None else "native", []).append(move)
-        natives += [(move, run.times) for move in moves if move.bucket is None]
-        for how, own in groups.items():
-            leaves = sum(len(move.leaves) for move in own)
-            size = sum(move.size for move in own)
-            of = f"{leaves} {'leaf' if leaves == 1 else 'leaves'}, {size:,} coordinates"
-            if how == "native":
-                how = "+".join(sorted({move.how for move in own})) + ", natively"
-            else:
-                of += f", {len(own)} bucket{'s' if len(own) > 1 else ''}"
-            sent = run.times * sum(move.sent_bits for move in own) / 8
-            rows.append((run.plan.kind, of, how, str(run.times), f"{sent:,.0f}"))
+        rows += _rows_of(run)
+        natives += [(move, run.times) for move in run.plan.moves if move.bucket is None]
     for other in told.others[:SHOWN]:
         of = ", ".join(filter(None, (other.array, f"no plan: {other.operation or 'XLA'}")))
         rows.append((other.name, of, "natively", str(other.times), f"{other.sent_bytes:,.0f}"))

@@ -6,7 +6,6 @@ read before XLA, from the collectives in their scopes.
 
 import collections
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,26 +13,28 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
-from dynamiq_jax.jaxprs.primitives import MAP, SUMS, collective_of
+from dynamiq_jax.jaxprs.primitives import MAP, MARK, SUMS, collective_of
+from dynamiq_jax.plan.plan import scope_of
 
 Sent = collections.Counter[tuple[str, bool]]
 """Bytes that one worker sends, by scope ('': none), and by whether they are floats of 16 bits,
 which XLA widens on CPUs."""
 
 
-def bytes_by_scope(jaxpr: Any, prefix: str) -> Sent:
+def bytes_by_scope(jaxpr: Any) -> Sent:
     """Bytes of the collectives in maps of a program, by the scope in whose name they run.
 
     A collective in a scan counts as often as the scan's length, and in a loop without a known
     length once. Of branches the costliest counts.
     """
-    pattern = re.compile(rf"{re.escape(prefix)}\w+")
 
     def walk(jaxpr: Any, sizes: Mapping[str, int], scope: str) -> Sent:
         found: Sent = collections.Counter()
         for equation in with_constants(jaxpr)[0].eqns:
-            names = pattern.findall(str(equation.source_info.name_stack))
-            own = names[-1] if names else scope
+            told = scope_of(str(equation.source_info.name_stack))
+            own = scope if told is None else told
+            if name_of(equation) == MARK:
+                found[own, False] += 0  # the mark of a plan of sums by JAX itself
             if collective_of(name_of(equation)) is not None:
                 for atom in equation.invars:
                     dtype = atom.aval.dtype  # type: ignore[attr-defined]

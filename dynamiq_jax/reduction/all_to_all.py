@@ -26,7 +26,7 @@ from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import F32, DynamiQ, Method, State, unless_plain
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.hops import HopMethod
-from dynamiq_jax.plan.plan import Native, Plan
+from dynamiq_jax.plan.plan import Native, Plan, remember
 from dynamiq_jax.reduction.scatter_gather import (
     Cut,
     check_and_describe,
@@ -121,7 +121,7 @@ def all_to_all(
         check_exchanges(method or F32(), n, "cotangents")
     plan = compression.plan(leaves, sizes, "all-to-all", without=fixed, keyed=key is not None)
     check_whole(plan.buckets, axis)
-    backward = tuple(_backward(bucket, back) for bucket in plan.buckets)
+    backward = tuple(_backward(bucket, back, plan) for bucket in plan.buckets)
     rule = Exchange(axis, cut, concat_axis, backward)
     found, _, _ = run(plan, rule, dict(enumerate(values)), key)
     return treedef.unflatten(found.values())
@@ -133,8 +133,8 @@ class Exchange(NamedTuple):
     axis: Axis
     cut: Cut
     concat_axis: int
-    backward: tuple[Method, ...]
-    """The method for the cotangents of each bucket."""
+    backward: tuple[Plan, ...]
+    """The plan for the cotangents of each bucket."""
 
     def native(self, leaves: Sequence[Native], values: Values) -> Values:
         """See `Rule`."""
@@ -168,31 +168,37 @@ class Exchange(NamedTuple):
         }
 
 
-def _backward(bucket: Bucket, told: Compression | None) -> Method:
-    """The method for the cotangents of a bucket; leaves that are excluded travel in f32."""
+def _backward(bucket: Bucket, told: Compression | None, plan: Plan) -> Plan:
+    """The plan for the cotangents of a bucket; leaves that are excluded travel in f32."""
     if told is None:
-        return unless_plain(bucket.route.method.of_bucket(bucket), EIGHT_BITS)
-    leaves = list(bucket.leaves)
-    found = dict(zip(told.methods_of(leaves), leaves, strict=True))
-    if len(found) > 1:
-        raise ValueError(
-            f"cotangents: leaves {' and '.join(leaf.name for leaf in found.values())} share a "
-            "bucket of activations, and the methods of their cotangents are "
-            f"{' and '.join(map(repr, found))}; choose one for all, or let their activations differ"
-        )
-    return (next(iter(found)) or F32()).of_bucket(bucket)
+        method = unless_plain(bucket.route.method, EIGHT_BITS)
+    else:
+        leaves = list(bucket.leaves)
+        found = dict(zip(told.methods_of(leaves), leaves, strict=True))
+        if len(found) > 1:
+            raise ValueError(
+                f"cotangents: leaves {' and '.join(leaf.name for leaf in found.values())} share a "
+                "bucket of activations, and the methods of their cotangents are "
+                f"{' and '.join(map(repr, found))}; choose one for all, or let their activations "
+                "differ"
+            )
+        method = next(iter(found)) or F32()
+    alone = bucket._replace(route=bucket.route.by(method))
+    return Plan("all-to-all", plan.sizes, (alone,), keyed=plan.keyed, backward=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Method) -> Array:
+def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Plan) -> Array:
     """Sends row j of ``x`` to worker j; row i of the result is from worker i."""
     return exchange_rows(x, seed, axis=axis, method=method)
 
 
 def _exchange_backward(axis, method, backward, seed, cotangent):
     # An exchange of rows is its own transpose.
-    seed = fold_seed(jnp.asarray(seed), 1)
-    return _exchange(cotangent, seed, axis, backward, backward), None
+    seed, (bucket,) = fold_seed(jnp.asarray(seed), 1), backward.buckets
+    with jax.named_scope(remember(backward)):
+        own = bucket.route.method.of_bucket(bucket)
+        return _exchange(cotangent, seed, axis, own, backward), None
 
 
 _exchange.defvjp(lambda x, seed, *rest: (_exchange(x, seed, *rest), seed), _exchange_backward)

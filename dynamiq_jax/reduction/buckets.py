@@ -10,7 +10,6 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from dynamiq_jax.compression.compression import PADDED
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
@@ -28,7 +27,7 @@ from dynamiq_jax.methods.metrics import (
     of_all_parts,
     summarise,
 )
-from dynamiq_jax.plan.plan import Native, Plan
+from dynamiq_jax.plan.plan import NOTABLE, Native, Plan, described
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.tree.leaves import Bucket, Leaf, concatenate, split
 from dynamiq_jax.tree.placement import Surroundings
@@ -93,7 +92,7 @@ def check_varying(plan: Plan, fixed: Fixed, axis: Axis) -> None:
     if found:
         n_workers = axis.size
         raise ValueError(
-            f"{_described(found)} do not vary over axis {axis.name!r}: all {n_workers} workers "
+            f"{described(found)} do not vary over axis {axis.name!r}: all {n_workers} workers "
             f"hold the same value, which a psum would multiply by {n_workers}. Gradients of "
             f"replicated parameters are already summed under check_vma=True: {_CAST_FIRST}"
             f"jax.lax.pcast(params, {axis.name!r}, to='varying')"
@@ -101,51 +100,19 @@ def check_varying(plan: Plan, fixed: Fixed, axis: Axis) -> None:
 
 
 _CAST_FIRST = "differentiate with dq.value_and_grad, or cast the parameters first with "
-NOTABLE, LARGE = 4096, 65536
-"""Coordinates of leaves that look like parameters, and of leaves that are worth compressing."""
 
 
-def warn_of_uncompressed(plan: Plan, fixed: Fixed, axis: Axis, *, limited: bool) -> None:
-    """Warns of large leaves that are not compressed, if the caller may not expect it.
-
-    They are equal on all workers, or padding or limits exclude more than a tenth of the
-    compressible bytes. Limits that the caller set (``limited``) cause no warning.
-    """
+def warn_of_equal(plan: Plan, fixed: Fixed, axis: Axis) -> None:
+    """Warns of large leaves that are equal on all workers, which the caller may not expect."""
     n = axis.size
     equal = [leaf for leaf in _replicated(plan, fixed) if leaf.size >= NOTABLE]
     if equal and n > 1:
         warn(
-            f"{_described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
+            f"{described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
             "same value, so that the mean is that value and nothing is compressed. If these are "
             "gradients of replicated parameters, JAX has summed them over the axis already "
             f"(check_vma=True), and unless the loss was averaged over it they are {n} times the "
             f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis.name!r}, to='varying')",
-        )
-    if n == 1:
-        return
-    wanted = (PADDED,) if limited else (PADDED, "min_bucket")
-    # If nothing is compressed, small leaves count if together they are as large as a large one.
-    least, nothing = (LARGE, "") if plan.buckets else (NOTABLE, "; nothing is compressed")
-    small = [
-        (leaf, reason)
-        for leaf, reason, _ in plan.exact
-        if any(word in reason for word in wanted) and leaf.size >= least and leaf.index not in fixed
-    ]
-    moved = sum(leaf.nbytes for bucket in plan.buckets for leaf in bucket.leaves)
-    native = sum(leaf.nbytes for leaf, _ in small)
-    if native > (moved + native) / 10 and sum(leaf.size for leaf, _ in small) >= LARGE:
-        leaves, reasons = zip(*small, strict=True)
-        if PADDED in reasons[0]:
-            remedy = "more leaves at a time, or reduce among fewer workers"
-        else:
-            remedy = (
-                "dq.Compression(min_bucket_bytes=0) to compress small buckets, too, or set one of "
-                "these limits"
-            )
-        warn(
-            f"{_described(leaves)} ({native:,} bytes) are summed by jax.lax.psum, since there is a "
-            f"{reasons[0]}{nothing}. dq.explain(tree, {n}) tells of every leaf which way it goes; "
-            f"pass {remedy}",
         )
 
 
@@ -153,12 +120,6 @@ def _replicated(plan: Plan, fixed: Fixed) -> list[Leaf]:
     """Leaves that would be compressed if JAX did not know that all workers hold the same."""
     leaves = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
     return [leaf for leaf in (*leaves, *plan.apart) if fixed.get(leaf.index) == "replicated"]
-
-
-def _described(leaves: Sequence[Leaf]) -> str:
-    """The first leaf, and how many more there are."""
-    first = leaves[0]
-    return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"
 
 
 # --- Rule -----------------------------------------------------------------------------------------

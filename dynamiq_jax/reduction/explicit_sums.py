@@ -7,13 +7,14 @@ of it. If a parameter is typed as reduced, JAX types its gradient as unreduced, 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -24,7 +25,7 @@ from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.plan.plan import Plan
+from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -168,14 +169,41 @@ def _refuse_vmap(size: int, *_: Any) -> Any:
 
 def large_leaves(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMesh) -> set[int]:
     """The leaves that the method compresses, if every worker holds whole leaves."""
+    plan = plan_of_sums(total, tree, placed, mesh)
+    return {leaf.index for bucket in plan.buckets for leaf in bucket.leaves}
+
+
+def plan_of_sums(total: Reduction, tree: Any, placed: list[P], mesh: AbstractMesh) -> Plan:
+    """The plan of an all-reduce of all leaves, if every worker holds whole ones."""
     axes = total.axis.names
     others = [name for name in mesh.axis_names if name not in axes]
     specs = jax.tree.structure(tree).unflatten(restrict_spec(spec, others) for spec in placed)
     leaves, _ = placed_leaves(tree, mesh, specs)
     # On a mesh that is not set nothing is pushed, which is not known here.
     counts = tuple(mesh.shape[name] for name in axes)
-    plan = total.compression.plan(leaves, counts, overlaps=True)
-    return {leaf.index for bucket in plan.buckets for leaf in bucket.leaves}
+    return total.compression.plan(leaves, counts, overlaps=True)
+
+
+def marked(sums: dict[int, Array], plan: Plan, why: Mapping[int, str]) -> dict[int, Array]:
+    """Sums by JAX, and in the program a mark of what they are: a plan with reasons.
+
+    ``plan`` is that of all leaves, and ``why`` has the reasons for those that it compresses.
+    """
+    reasons = {leaf.index: reason for leaf, reason, _ in plan.exact}
+    large = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
+    leaves = sorted([*large, *(own.leaf for own in plan.exact)], key=lambda leaf: leaf.index)
+    natives = tuple(
+        Native(leaf, reasons.get(leaf.index) or why[leaf.index], leaf.dtype)
+        for leaf in leaves
+        if leaf.index in sums and (leaf.index in reasons or leaf.index in why)
+    )
+    if not natives or plan.n_workers == 1:
+        return sums
+    told = Plan("all-reduce", plan.sizes, exact=natives, limited=plan.limited, by_jax=True)
+    warn_of_native(told, sum(leaf.nbytes for leaf in large if leaf.index not in sums))
+    first = natives[0].leaf.index
+    with jax.named_scope(remember(told)):
+        return sums | {first: checkpoint_name(sums[first], told.scope)}
 
 
 def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:

@@ -34,7 +34,7 @@ from dynamiq_jax.reduction.buckets import (
     fixed_leaves,
     over_open_axes,
     reduce_leaves,
-    warn_of_uncompressed,
+    warn_of_equal,
     weighted,
 )
 from dynamiq_jax.reduction.scatter_gather import gather_over, natively, scatter_over
@@ -195,8 +195,7 @@ class Reduction:
             check_groups(axis, all_reduce=True)
         if op == "sum" or state is not None:
             check_varying(plan, fixed, axis)
-        limits = compression.min_bucket_size, compression.min_bucket_bytes
-        warn_of_uncompressed(plan, fixed, axis, limited=limits != (None, None))
+        warn_of_equal(plan, fixed, axis)
         # The state of every bucket; parts of it over open axes have a leading axis.
         split_over = [bucket_axes(bucket, around.open) for bucket in plan.buckets]
         counts = [n_parts(axes, around.sizes) for axes in split_over]

@@ -27,7 +27,7 @@ from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
-from dynamiq_jax.training.scans import FoundError, Scans, warn_of_scan
+from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans, warn_of_scan
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -298,10 +298,7 @@ class AutoGrad:
 
         def alone(params: Any, arrays: list) -> Any:
             found = self.loss(params, told.join(arrays))
-            value = found[0] if self.wanted.has_aux else found
-            if _equal_losses(value, self.axis, None) > 1:
-                scans.reason = "a psum or pmean makes the loss the same on several workers"
-            return value
+            return found[0] if self.wanted.has_aux else found
 
         reduced = scans.leaves(alone, params, arrays)
         with scans.trace("exchanges" if reduced else "plain"):
@@ -313,12 +310,13 @@ class AutoGrad:
             "weight= scales gradients after it; pass op='sum', and divide in the loss": self.weight,
             "a method with a state has nowhere to keep it there": state is not None,
             "metrics=True are those of all gradients": self.wanted.metrics,
-            "unreduced=True": self.wanted.unreduced,
             "parameters are sharded over data axes, and gathered before the loss; call jax.grad "
             "under jax.shard_map, and dq.scan(specs=...) in the loss": any(
                 split_of(spec, self.counting) for spec in known.placed
             ),
         }
+        if self.wanted.unreduced:
+            return UNREDUCED
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
     def _types_of_worker(self, known: _Known, params: Any, arrays: list) -> Any:
@@ -343,7 +341,7 @@ class AutoGrad:
         returns `None`.
         """
         names = sorted(self.manual)
-        scans = Scans(self.wanted.total, None, mapped=False)
+        scans = Scans(self.wanted.total, None, mapped=True)
         try:
             function = functools.partial(self._differentiated, told)
             with scans.trace("plain"):

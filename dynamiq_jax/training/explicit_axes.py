@@ -8,7 +8,7 @@ itself stays a function of global arrays.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +40,11 @@ from dynamiq_jax.jaxprs.uses import (
 )
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
+from dynamiq_jax.plan.plan import BY_USE
 from dynamiq_jax.reduction.explicit_sums import (
     large_leaves,
+    marked,
+    plan_of_sums,
     reduce_unreduced,
     unreduced_axes,
 )
@@ -54,7 +57,7 @@ from dynamiq_jax.training.explicit_shards import (
     gathered_before,
     gathers,
 )
-from dynamiq_jax.training.scans import FoundError, Scans
+from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans
 from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import describe_leaves
 from dynamiq_jax.tree.placement import (
@@ -82,6 +85,8 @@ class _Leaves(NamedTuple):
     """Shards over data axes that are gathered before the loss."""
     deferred: set[int]
     """Leaves that the loss takes typed as reduced, so that their gradients stay unreduced."""
+    scanned: frozenset[int] = frozenset()
+    """Leaves that the loss passes to `dq.scan`, which sums their gradients."""
 
 
 class _Found(NamedTuple):
@@ -91,6 +96,8 @@ class _Found(NamedTuple):
     """The loss; with aux if there is one."""
     terms: dict[int, Array]
     sums: dict[int, Array]
+    why: Mapping[int, str] = {}
+    """Why JAX sums large leaves, by leaf."""
 
 
 class _Program(NamedTuple):
@@ -112,6 +119,9 @@ class _Program(NamedTuple):
         """The leaves of which operands are made; see `inputs_of`."""
         found = inputs_of(self.jaxpr, takes, alone=alone, ends=ends)
         return {i - self.first for i in found if i >= self.first}
+
+
+NOT_GATHERED = "the loss takes the shard without dq.fsdp"
 
 
 class ExplicitGrad(NamedTuple):
@@ -145,21 +155,22 @@ class ExplicitGrad(NamedTuple):
         metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
         alone = "metrics=True are those of all gradients" if metrics else ""
         alone = "a method with a state has nowhere to keep it there" if state is not None else alone
-        alone = "unreduced=True" if unreduced else alone
+        alone = UNREDUCED if unreduced else alone
         scans = Scans(self.wanted.total, key, alone, mapped=False)
         try:
             with scans.trace("stops"):
                 found = self._found(loss, given, data)
         except FoundError:
             plain = given._replace(deferred=set())
-            held = self._held(plain, ())
+            held = given.treedef.unflatten(self._held(plain, ()))
 
-            def value(leaves: list[Array], data: Any) -> Any:
-                found = loss(given.treedef.unflatten(leaves), data)
+            def value(params: Any, data: Any) -> Any:
+                found = loss(params, data)
                 return found[0] if self.wanted.has_aux else found
 
             reduced = scans.leaves(value, held, data)
-            given = given._replace(deferred=given.deferred - reduced, large=given.large - reduced)
+            large, deferred = given.large - reduced, given.deferred - reduced
+            given = given._replace(large=large, deferred=deferred, scanned=frozenset(reduced))
             with scans.trace("exchanges" if reduced else "plain"):
                 found = self._found(loss, given, data)
         return found.value, self._joined(given, found, key, state)
@@ -181,7 +192,7 @@ class ExplicitGrad(NamedTuple):
             for as_typed in (True, False):
                 if (found := self._by_use(loss, given, data, as_typed=as_typed)) is not None:
                     return found
-        self._warn_of_program(given, program, native)
+        why = self._warn_of_program(given, program, native)
         if native & given.deferred:  # summed by JAX they would be compressed on top
             given = given._replace(deferred=given.deferred - native)
             value, back, aux = self._forward(loss, given, data)
@@ -192,7 +203,7 @@ class ExplicitGrad(NamedTuple):
             return self._despite(error, loss, given, data)
         pairs = zip(grads, given.leaves, strict=True)
         terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
-        return _Found((value, aux) if self.wanted.has_aux else value, terms, {})
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, {}, why)
 
     def _sorted(self, params: Any) -> _Leaves:
         """Which leaf goes which way; warns of many bytes that are gathered."""
@@ -238,14 +249,21 @@ class ExplicitGrad(NamedTuple):
                 "jax.reshard them in the loss before the map, which then takes whole ones"
             )
 
-    def _warn_of_program(self, given: _Leaves, program: _Program, native: set[int]) -> None:
-        """Warns of shards and of ``native`` leaves whose gradients JAX sums in this program."""
+    def _warn_of_program(
+        self, given: _Leaves, program: _Program, native: set[int]
+    ) -> dict[int, str]:
+        """Warns of shards and of ``native`` leaves whose gradients JAX sums in this program.
+
+        Returns the reason for each.
+        """
+        why = dict.fromkeys(native, "the loss reshards it, and JAX's type is lost")
         if given.own:
             split = {*axes_above_one(self.axis.names, self.mesh.shape)}
             apart = {i for i in given.own if axes_of(given.placed[i]) >= split}
             mapped = program.leaves(self._shards_in_maps, alone=True) & apart
             if alone := (given.own & given.large) - program.leaves(gathers) - mapped:
                 self._warn_of_shards(given.params, alone)
+                why |= dict.fromkeys(alone, NOT_GATHERED)
         if native:
             warn(
                 f"{_listed(given.params, native)} are summed by JAX, uncompressed: the loss "
@@ -253,6 +271,7 @@ class ExplicitGrad(NamedTuple):
                 f"{self.axis.name!r}. They are whole already; leave jax.reshard out, or exclude "
                 "them by Compression(exclude=...)",
             )
+        return why
 
     def _by_use(
         self, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any, *, as_typed: bool
@@ -295,7 +314,10 @@ class ExplicitGrad(NamedTuple):
         terms = {i: x for i, x in terms.items() if i in found.typed}
         alone = found.wanted | ({*range(len(plain))} - terms.keys())
         sums = {i: x for i, x in enumerate(sums) if i in alone}
-        return _Found((value, aux) if self.wanted.has_aux else value, terms, sums)
+        why = dict.fromkeys(found.wanted, BY_USE)
+        why |= {i: f"JAX has no rule for a parameter in {use}" for i, use in found.native.items()}
+        why |= {i: NOT_GATHERED for i in why.keys() & given.own}
+        return _Found((value, aux) if self.wanted.has_aux else value, terms, sums, why)
 
     def _warn_of_native(self, given: _Leaves, found: Uses) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
@@ -324,7 +346,7 @@ class ExplicitGrad(NamedTuple):
 
     def _joined(self, given: _Leaves, found: _Found, key: Array | None, state: State | None) -> Any:
         """The gradients, from those that are terms and those that are sums."""
-        terms, sums = found.terms, found.sums
+        terms, sums = self._marked(given, found)
         both = terms.keys() & sums.keys()
         if self.wanted.unreduced:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
@@ -340,6 +362,19 @@ class ExplicitGrad(NamedTuple):
             parts[i] = parts[i] + resharded(sums[i], self.mesh, spec).astype(parts[i].dtype)
         done = done._replace(tree=given.treedef.unflatten(parts))
         return done if self.wanted.metrics or state is not None else done.tree
+
+    def _marked(self, given: _Leaves, found: _Found) -> tuple[dict[int, Array], dict[int, Array]]:
+        """Terms and sums; the program says of those that JAX has summed why, for `dq.explain`."""
+        # Gradients of shards that the loss gathers by `fsdp` are summed there.
+        done = {i: x for i, x in found.terms.items() if not unreduced_axes(x)}
+        why = {**dict.fromkeys(done, BY_USE), **found.why}
+        summed = done | found.sums
+        ours = given.own - found.why.keys() | given.scanned
+        own = {i: x for i, x in summed.items() if i not in ours}
+        plan = plan_of_sums(self.wanted.total, given.params, given.placed, self.mesh)
+        after = marked(own, plan, why)
+        terms = {i: after.get(i, x) if i not in found.sums else x for i, x in found.terms.items()}
+        return terms, {i: after.get(i, x) for i, x in found.sums.items()}
 
     def _added(self, terms: Array, total: Array) -> Array:
         """Terms to which one worker, the first, adds what is summed already."""

@@ -49,7 +49,14 @@ def scan(
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` over stacked layers; the backward pass reduces the gradients of ``xs``.
 
-    Call it in the loss of one worker, inside of a map:
+    Call it in a loss of `value_and_grad`, on Auto or on Explicit axes, where `jax.lax.scan` was.
+    Gradients of parameters that reach only scans are reduced there; `value_and_grad` reduces the
+    others. If that cannot be, it reduces all after the backward pass, and a warning says why: such
+    a parameter has another use, the loss has a ``weight``, a state or metrics, or stacked operands
+    depend on examples. With ``unreduced=True`` nothing is reduced, as asked. Stacked leaves that
+    are sharded over data axes are refused.
+
+    Or call it in the loss of one worker, inside of a map:
 
         def loss_fn(params, tokens):
             rest = dq.fsdp(params["rest"], "data")  # the embedding and the head
@@ -80,9 +87,11 @@ def scan(
       length: as for `jax.lax.scan`.
       reverse: as for `jax.lax.scan`.
       unroll: as for `jax.lax.scan`.
-      op: "mean" or "sum".
-      compression: as for `fsdp`. It sees one layer's leaves: their sizes decide what is compressed.
-      key: as for `psum`; zero and the layer's index are folded in.
+      op: "mean" or "sum"; in `value_and_grad`, that of this function.
+      compression: as for `fsdp`; in `value_and_grad` by default that of this function. It sees
+        one layer's leaves: their sizes decide what is compressed.
+      key: as for `psum`; zero and the layer's index are folded in. In `value_and_grad` by default
+        the key of its call, with the number of the scan.
       specs: as for `fsdp`, of stacked leaves: ``P(None, "data")`` for leaves whose
         rows are split along their first dimension.
       copies: as for `fsdp`, stacked.
@@ -95,12 +104,15 @@ def scan(
       TypeError: as for `jax.lax.scan`.
       ValueError: leaves have different numbers of layers; ``specs`` split the layers over the axis;
         or as for `fsdp`.
-      NameError: ``axis_name`` is not mapped.
+      NameError: it is differentiated, and ``axis_name`` is not mapped; an evaluation outside of
+        maps is that of `jax.lax.scan`.
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis, loop = check_axis(axis_name), (length, reverse, unroll)
+    if not any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in jax.tree.leaves(xs)):
+        return lax.scan(f, init, xs, *loop)
     around = scans_around()
-    if around is not None and around.mapped == axis.mapped:
+    if around is not None and (around.mapped or not axis.mapped):
         if around.mode == "stops":
             raise FoundError
         op, compression, key = around.told(axis, compression, key)
@@ -111,8 +123,6 @@ def scan(
     gathers = gathers_of(compression)
     check_key(key, axis if axis.mapped else None)
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
-    if not any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in jax.tree.leaves(xs)):
-        return lax.scan(f, init, xs, *loop)
     count = length_of(xs, length)
     if not axis.mapped:
         order = count, reverse, unroll

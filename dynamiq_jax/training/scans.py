@@ -34,6 +34,10 @@ _numbers = itertools.count(16)
 """JAX would take up the trace of an inner `jax.jit` of another loss; `traced_for` has a few."""
 
 
+UNREDUCED = "unreduced=True"
+"""The reason of which nobody needs to be warned."""
+
+
 class FoundError(Exception):
     """A loss calls `dq.scan`; nobody sees this but `value_and_grad`."""
 
@@ -97,7 +101,8 @@ class Scans:
         ``loss(params, data)`` returns the loss alone.
         """
         if self.reason:
-            warn_of_scan(self.reason)
+            if self.reason != UNREDUCED:
+                warn_of_scan(self.reason)
             return frozenset()
         with self.trace("marks"):
             program = jax.make_jaxpr(loss)(params, data)

@@ -18,30 +18,29 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 
 
-def net_loss(params, static, batch):
-    out = jax.vmap(eqx.combine(params, static))(batch["x"])
-    return jnp.mean((out - batch["y"]) ** 2)
+def net_loss(net, batch):
+    return jnp.mean((jax.vmap(net)(batch["x"]) - batch["y"]) ** 2)
 
 
 with jax.set_mesh(dq.make_mesh((-1,), ("data",))):
     net = eqx.nn.MLP(256, 8, 512, 2, activation=jnp.tanh, key=jax.random.key(0))
-    params, static = eqx.partition(net, eqx.is_inexact_array)
-    params = jax.device_put(params, P())
+    arrays, static = eqx.partition(net, eqx.is_array)
+    net = eqx.combine(jax.device_put(arrays, P()), static)
     optimizer = dq.optax.sharded(  # 1: was optax.adam(1e-3)
         optax.adam(1e-3), "data", compression=compression
     )
-    opt_state = optimizer.init(params)
-    grad_fn = dq.value_and_grad(  # 2: was jax.value_and_grad(net_loss)
+    opt_state = optimizer.init(eqx.filter(net, eqx.is_inexact_array))
+    grad_fn = dq.equinox.filter_value_and_grad(  # 2: was eqx.filter_value_and_grad
         net_loss, axis_name="data", compression=compression, unreduced=True
     )
 
     @eqx.filter_jit
-    def net_step(params, opt_state, batch):
-        loss, grads = grad_fn(params, static, batch)
+    def net_step(net, opt_state, batch):
+        loss, grads = grad_fn(net, batch)
+        params = eqx.filter(net, eqx.is_inexact_array)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return eqx.apply_updates(params, updates), opt_state, loss
+        return eqx.apply_updates(net, updates), opt_state, loss
 
     for batch in batches:
-        params, opt_state, loss = net_step(params, opt_state, jax.device_put(batch, P("data")))
-net = eqx.combine(params, static)
+        net, opt_state, loss = net_step(net, opt_state, jax.device_put(batch, P("data")))
 print(f"loss {loss:.3f}")

@@ -7,6 +7,7 @@ writers of summaries. The trainer's model, loss, state, shardings and step are i
 import sys
 import types
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ class StandIn(types.ModuleType):
     def __init__(self, name: str = "stand-in"):
         super().__init__(name)
         self.__path__: list[str] = []
+        self.__spec__ = ModuleSpec(name, None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -34,6 +36,9 @@ class StandIn(types.ModuleType):
 
     def __call__(self, *_: Any, **__: Any) -> "StandIn":
         return StandIn()
+
+    def __mro_entries__(self, _: Any) -> tuple[type, ...]:
+        return ()  # a class of it has its other bases alone
 
     def __getitem__(self, _: Any) -> "StandIn":
         return self

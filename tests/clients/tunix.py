@@ -40,13 +40,13 @@ UPDATES = (
     ),
     Change(
         "    self.model = model\n    self.config",
-        """    optimizer = dq.optax.sharded(optimizer, 'fsdp', compression=METHOD)
+        """    optimizer = optax.chain(dq.optax.sharded(optimizer, 'fsdp', compression=METHOD))
     self.model = model
     self.config""",
     ),
     Change(
         "    grad_norm = optax.global_norm(grads)\n    optimizer.update(model, grads)\n",
-        "    optimizer.update(model, grads)\n    grad_norm = optimizer.opt_state.norm[...]\n",
+        "    optimizer.update(model, grads)\n    grad_norm = optimizer.opt_state[0].norm[...]\n",
     ),
     Change(
         "    if mesh.empty:\n      return\n    optimizer_state", "    return\n    optimizer_state"
@@ -114,7 +114,9 @@ def train(steps: int, shape: tuple[int, int], shards: bool = True) -> Trained:
         put = lambda x, p: jax.device_put(x, jax.NamedSharding(mesh, p))
         nnx.update(model, jax.tree.map(put, state, specs))
         told = peft_trainer.TrainingConfig(eval_every_n_steps=10**9, max_steps=steps)
-        trainer: Any = peft_trainer.PeftTrainer(model, optax.adamw(0.003), told, logger)
+        trainer: Any = peft_trainer.PeftTrainer(
+            model, optax.adamw(optax.linear_schedule(0.0, 0.003, 5)), told, logger
+        )
         trainer.with_gen_model_input_fn(inputs).train(data)
     params = nnx.state(model, nnx.Param)
     return Trained(losses, (params, nnx.state(trainer.optimizer)), params)

@@ -17,7 +17,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompressed
 from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
-from dynamiq_jax.compression.compression import AnyTopology, Explanation
+from dynamiq_jax.compression.compression import AnyTopology
+from dynamiq_jax.compression.explanation import Explanation
 from dynamiq_jax.topologies.xla import compiled_by, compiler_options
 
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from dynamiq_jax.methods.metrics import compounded
+from dynamiq_jax.methods.base import compounded
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import WireFormat, distortion
 from pallas_kernels.format import Levels

@@ -186,7 +186,7 @@ def expected_error(
     """Expected |error|² of an all-reduced sum whose encoded part has the squared norm ``norm``.
 
     The errors of all stages but the sink's are proportional to the energies of the values that the
-    workers add up, and to earlier errors (`methods.metrics.compounded`). The sink's error is
+    workers add up, and to earlier errors (`methods.base.compounded`). The sink's error is
     proportional to the energy of the values that it encodes; ``norm`` includes both. ``errors`` are
     `Stage.error` of every stage.
     """
