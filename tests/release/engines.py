@@ -49,7 +49,7 @@ class Machines:
         return self.made.start(i, command, env=env, log=self.folder / f"{log}{i}.log")
 
     def __call__(self, *words, check=True):
-        """What a command says on host 0."""
+        """The output of a command on host 0."""
         enter = ["ip", "netns", "exec", self.made.names[0], *map(str, words)]
         done = subprocess.run(enter, env=self.env, capture_output=True, text=True, check=False)
         assert not (check and done.returncode), done.stderr
