@@ -88,7 +88,8 @@ ROWS = [(name, "loop", N) for name in ("independent", "mean", "no_plan", "dither
 ROWS += [("independent", route, 4) for route in ("ring, two streams", "butterfly", "direct")]
 
 
-@pytest.mark.parametrize(("name", "route", "n"), daily(ROWS, ROWS[-1:]))
+@pytest.mark.release
+@pytest.mark.parametrize(("name", "route", "n"), ROWS)
 def test_unbiased_over_keys(name, route, n):
     """The mean over keys is the exact sum, for every block of C = 2048 coordinates.
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import CHEAP
+from cases import CHEAP, daily
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from stand_ins import exchanged, reduced
@@ -58,7 +58,7 @@ def off(total, exact):
     return np.linalg.norm(total - exact) / np.linalg.norm(exact)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", daily([True, False], [True]))
 def test_fast_links_push_where_the_mesh_has_its_devices_in_order(nvlink, check_vma):
     x = gradient(5, 2, (3 + check_vma) * 2**15)  # sizes that no other test has traced
     exact = np.asarray(x).sum(0)
@@ -129,7 +129,7 @@ SUMS = {"map": (15, lambda x: lambda: laid(auto_mesh(2), x)[1]), "terms": (13, b
 """{name: (the size in 2**14, which no other test has traced; x -> () -> a new `jax.jit`)}"""
 
 
-@pytest.mark.parametrize("way", SUMS)
+@pytest.mark.parametrize("way", daily(SUMS, ["gradients"]))
 def test_programs_for_an_abstract_mesh_do_not_ask_for_devices(nvlink, way):
     """They do not take what was traced of the same shapes while a mesh of devices was set."""
     size, sums = SUMS[way]

@@ -36,6 +36,7 @@ EXAMPLES = {
     "four_hosts.py": [["runs/four"]],
     "train_llm.py": [["--steps", "20", "--compare"]],
     "train_fsdp.py": [["--steps", "20", "--compare"]],
+    "train_scanned.py": [["--way", "deferred", "--steps", "20", "--compare"]],
     "train_zero.py": [["--steps", "20", "--compare"]],
     "train_moe.py": [["--steps", "20", "--exact"]],
     "train_local_steps.py": [["--steps", "20"]],
