@@ -237,7 +237,7 @@ if sys.argv[2:]:
 
 
 def in_folder(folder, *words):
-    """The words of another process about a folder; with a word it then writes a copy and is killed."""
+    """The lines of another process, which with a word writes a copy and is killed."""
     env = os.environ | {"PYTHONPATH": str(Path(slots_module.__file__).parent)}
     command = [sys.executable, "-c", IN_FOLDER, str(folder), *words]
     return subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout

@@ -98,15 +98,3 @@ def test_a_drained_node_is_left_at_once(tmp_path, slurm, whole):
     assert len(curve) == STEPS
     assert curve[:8] == whole[:8]
     np.testing.assert_allclose(curve, whole, atol=0.6)
-
-
-def test_a_dead_node_is_left_behind(tmp_path, slurm, whole):
-    job = Job(slurm, tmp_path, "2-3")
-    job.until_step(8)
-    assert "3 processes" in job.said()
-    job.after("dead node", lambda: slurm.made.kill(2), SAYS)
-    curve = job.finish()
-    assert "2 processes" in job.said()
-    assert len(curve) == STEPS
-    assert curve[:8] == whole[:8]
-    np.testing.assert_allclose(curve, whole, atol=0.6)
