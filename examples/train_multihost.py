@@ -74,6 +74,8 @@ from dynamiq_jax.hosts import Copies
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
+# Variables of those that end all processes when one fails: a supervisor, srun and mpirun.
+ENDS_OTHERS = PROGRESS, "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"
 PREEMPTED = 128 + 15  # the exit status of a process that SIGTERM ended
 
 
@@ -108,15 +110,15 @@ def join(
             f"{error} Pass --coordinator HOST:PORT, --num-processes N and --process-id 0..N-1; "
             "under SLURM, Open MPI and Kubernetes JAX finds them out by itself"
         ) from error
-    if PROGRESS in os.environ:
+    if any(name in os.environ for name in ENDS_OTHERS):
         sys.excepthook = partial(end_at_once, sys.excepthook)
     report("joined")
 
 
 def end_at_once(write: Callable[..., None], *error: Any) -> None:
-    """Ends this process after an exception, for a supervisor that tells the other hosts.
+    """Ends this process after an exception, where something else ends the others.
 
-    Without one, JAX waits at the end of a process for all others, and tells them who has failed.
+    Without that, JAX waits at the end of a process for all others, and tells them who has failed.
     """
     write(*error)
     sys.stdout.flush()

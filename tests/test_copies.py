@@ -1,9 +1,11 @@
 """Copies in the memory of hosts: which one counts, and that they outlive a process and a host."""
 
 import dataclasses
+import errno
 import json
 import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +25,7 @@ from processes import KEPT, coordinator, outputs
 from supervised import Supervised
 from workers import mesh_of
 
+from dynamiq_jax.hosts import slots as slots_module
 from dynamiq_jax.hosts.copies import Copies, Told, _rounds, newest, session_after
 from dynamiq_jax.hosts.slots import VARIABLE, Slots
 
@@ -216,6 +219,67 @@ def test_a_file_descriptor_of_something_else_is_refused(monkeypatch, tmp_path):
         monkeypatch.setenv(VARIABLE, f"{file.fileno()},{file.fileno()}")
         with pytest.raises(ValueError, match="is not a supervisor's memory"):
             Copies()
+
+
+# --- A folder in memory ---------------------------------------------------------------------------
+
+IN_FOLDER = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from slots import Slots
+slots = Slots.of_folder(Path(sys.argv[1]))
+print([kept.header for kept in slots.kept()], flush=True)
+if sys.argv[2:]:
+    slots.write({"step": int(sys.argv[2])}, [np.arange(9, dtype=np.uint8)])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def in_folder(folder, *words):
+    """The lines of another process, which with a word writes a copy and is killed."""
+    env = os.environ | {"PYTHONPATH": str(Path(slots_module.__file__).parent)}
+    command = [sys.executable, "-c", IN_FOLDER, str(folder), *words]
+    return subprocess.run(command, env=env, capture_output=True, text=True, check=False).stdout
+
+
+def test_a_folder_outlives_processes_and_gives_each_its_own_files(tmp_path, monkeypatch):
+    """A process that still runs keeps its pair; the files of one that was killed are free."""
+    folder = tmp_path / "run"
+    assert in_folder(folder, "7") == "[]\n"
+    assert in_folder(folder, "8") == "[{'step': 7}]\n"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    own = Slots.inherited()
+    (kept,) = own.kept()  # the second process wrote over the first one's copy: it did not keep it
+    assert kept.header == {"step": 8}
+    np.testing.assert_array_equal(own.read(kept, 2, 3), [2, 3, 4])
+    assert Slots.inherited() is own
+    assert in_folder(folder, "9") == "[]\n"  # a second pair, while this process has the first one
+    assert in_folder(folder) == "[{'step': 9}]\n"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_folder_without_room_is_told_and_keeps_the_copy_before(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    slots, data = Slots.inherited(), np.zeros(1000, np.uint8)
+    slots.write({"step": 1}, [data])
+
+    def full(file, data, offset, pwrite=os.pwrite):
+        if len(data) == 1000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return pwrite(file, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(OSError, match=r"bytes, of which \d+ are free, .* twice a copy's bytes"):
+            slots.write({"step": 2}, [data])
+    assert [kept.header for kept in slots.kept()] == [{"step": 1}]
+
+
+def test_a_folder_needs_an_absolute_path(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "runs/memory")
+    with pytest.raises(ValueError, match="runs/memory: give the absolute path of a folder"):
+        Copies()
 
 
 # --- One process ----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Copies of a training's state in the memory of its hosts, from which it starts again.
 
 Every host keeps what its own devices hold, and the shards of the host before it. So the state is
-whole as long as no two hosts in a row are lost. `dynamiq-jax run` has the memory: it outlives the
-process that trains.
+whole as long as no two hosts in a row are lost. `dynamiq-jax run` has the memory, or a folder in
+memory, such as one in ``/dev/shm``: it outlives the process that trains.
 """
 
 import functools
@@ -92,8 +92,9 @@ class Copies:
         ...
         copies.save(step, state)  # after a step, before its arrays are donated
 
-    Without `dynamiq-jax run`, and on other systems than Linux, `save` keeps nothing and `restore`
-    returns `None`.
+    `dynamiq-jax run` has memory for them. Under other engines the variable ``DYNAMIQ_JAX_COPIES``
+    names a folder in each host's memory, which the run has for itself: ``/dev/shm/run1``. Without
+    either, and on other systems than Linux, `save` keeps nothing and `restore` returns `None`.
 
     A host's memory takes twice (two copies) what its devices hold of the state, without
     repetitions, and once more the shards of another host. Besides what is restored, `restore`
@@ -531,8 +532,8 @@ def _check_names(saved: list[Any], now: list[Any]) -> None:
         alone = sorted({*map(_shown, saved)} ^ {*map(_shown, now)})
         raise ValueError(
             f"the copy has {len(saved)} leaves and this state {len(now)}, which differ in "
-            f"{', '.join(alone[:4]) or 'their order'}; start all supervisors anew, which forgets "
-            "copies"
+            f"{', '.join(alone[:4]) or 'their order'}; start all supervisors anew, or remove "
+            "the folders of copies on all hosts"
         )
 
 

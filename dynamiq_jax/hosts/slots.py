@@ -1,20 +1,25 @@
-"""Memory of a supervisor in which its process keeps copies: it outlives the process.
+"""Memory in which a process keeps copies: it outlives the process.
 
 There are two slots. A new copy goes into the slot without the copy that counts. So a process that
-is killed while it writes leaves the copy before. The memory has no name: it is gone with the
-supervisor, however that ends.
+is killed while it writes leaves the copy before. A supervisor's memory has no name: it is gone with
+the supervisor, however that ends. Under other engines the slots are files of a folder in memory.
 """
 
 import contextlib
+import errno
+import functools
+import itertools
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 VARIABLE = "DYNAMIQ_JAX_COPIES"
-"""The environment variable with the file descriptors of both slots, by a comma."""
+"""The environment variable with a folder, or the file descriptors of both slots, by a comma."""
 
 NAME = "dynamiq_jax_"
 """How the system lists the memory, before the number of the slot."""
@@ -59,15 +64,37 @@ class Slots:
                 os.close(file)
 
     @classmethod
-    def inherited(cls) -> "Slots | None":
-        """The slots of this process's supervisor; `None` without one.
+    @functools.cache  # all of a process have the same pair of files
+    def of_folder(cls, folder: Path) -> "Slots":
+        """Slots that are files of a folder, the first pair that no other process has.
 
         Raises:
-          ValueError: the variable names file descriptors that this process does not have.
+          ValueError: the files belong to another user.
+        """
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        files = next(filter(None, (_pair(folder, number) for number in itertools.count())))
+        if (owner := os.fstat(files[0]).st_uid) != os.geteuid():
+            raise ValueError(
+                f"the files in {folder} belong to user {owner}, and this process to "
+                f"{os.geteuid()}; give a folder of your own in {VARIABLE}"
+            )
+        return cls(files)
+
+    @classmethod
+    def inherited(cls) -> "Slots | None":
+        """The slots that the variable names: a supervisor's, or a folder's; `None` without it.
+
+        Raises:
+          ValueError: the variable names file descriptors that this process does not have, or a
+            folder by no absolute path.
         """
         text = os.environ.get(VARIABLE)
         if not text:
             return None
+        if text.startswith("/"):
+            return cls.of_folder(Path(text))
+        if not text.replace(",", "").isdecimal():
+            raise ValueError(f"{VARIABLE}={text}: give the absolute path of a folder")
         files = tuple(map(int, text.split(",")))
         for slot, file in enumerate(files):
             with contextlib.suppress(OSError):
@@ -95,9 +122,14 @@ class Slots:
         text = json.dumps(header).encode()  # raises, if it does, ahead of any change
         file = self.files[self._next]
         os.pwrite(file, bytes(LENGTH), 0)  # from here on the slot has no copy
-        end = _write(file, text, LENGTH)
-        for part in parts:
-            end = _write(file, part.data, end)
+        try:
+            end = _write(file, text, LENGTH)
+            for part in parts:
+                end = _write(file, part.data, end)
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise _full(file) from error
+            raise
         if os.fstat(file).st_size > end:
             os.ftruncate(file, end)
         os.pwrite(file, len(text).to_bytes(LENGTH, "little"), 0)  # and now it has one
@@ -136,3 +168,31 @@ def _write(file: int, data: Any, offset: int) -> int:
         count = os.pwrite(file, left, offset)
         left, offset = left[count:], offset + count
     return offset
+
+
+def _pair(folder: Path, number: int) -> tuple[int, int] | None:
+    """The file descriptors of a folder's pair of slots; `None` if another process has it."""
+    import fcntl  # Windows has none
+
+    names = folder / f"{NAME}{number}_0", folder / f"{NAME}{number}_1"
+    first, second = (os.open(n, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600) for n in names)
+    try:
+        fcntl.lockf(first, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+    except BlockingIOError:
+        os.close(first)
+        os.close(second)
+        return None
+    return first, second
+
+
+def _full(file: int) -> OSError:
+    """The error of a folder without room."""
+    path = Path(os.readlink(f"/proc/self/fd/{file}"))
+    total, _, free = shutil.disk_usage(path.parent)
+    held = os.fstat(file).st_size
+    os.ftruncate(file, 0)
+    return OSError(
+        errno.ENOSPC,
+        f"{path.parent} has {total} bytes, of which {free} are free, and a copy takes more than "
+        f"{held}; give the folder twice a copy's bytes, or unset {VARIABLE}",
+    )
