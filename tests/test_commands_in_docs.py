@@ -33,7 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 PAGES.append("benchmarks/README.md")
 OURS = ("dynamiq-jax", "python", "python3", "make", "pytest", "pip")
-OTHERS = ("git", "srun", "mpirun", "scontrol", "echo", "tr")
+OTHERS = ("git", "srun", "sbatch", "mpirun", "scontrol", "bash", "echo", "tr")
 """Programs that are not ours. What they start is checked, if it is ours."""
 
 # bash calls this for a program that it does not find. It writes words, each with a NUL behind it.
@@ -283,6 +283,8 @@ def check_names(args, others):
         "python benchmarks/evidence/pages.py --all",
         "python benchmarks/hosts.py --hosts 2 -- python benchmarks/step_time.py --oops 1",
         "srun --nodes 2 python examples/train_multihost.py --process-id %i --oops 1",
+        "sbatch examples/train.sbatch python examples/train_multihost.py --oops 1",
+        "bash examples/again.sh mpirun -n 2 python examples/train_multihost.py --oops 1",
         "for i in 1 2; do python tests/conformance/jax_own_tests.py; done",
         "python - <<'EOF'\nfrom dynamiq_jax.commands.bench import no_such_name\nEOF",
         "make demos",
