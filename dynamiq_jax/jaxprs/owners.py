@@ -34,7 +34,7 @@ from dynamiq_jax.jaxprs import rows
 from dynamiq_jax.jaxprs.constraints import Recorded
 from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, KEPT, PRODUCTS
 from dynamiq_jax.jaxprs.walk import interpret, within
-from dynamiq_jax.tree.placement import axes_of, split_of
+from dynamiq_jax.tree.placement import Padding, axes_of, split_of
 
 MOST = 4
 """Arrays that a part is given. One that takes more mixes matrices, as a norm of all of them does,
@@ -346,36 +346,26 @@ class _Move(NamedTuple):
         return dimension if self.stacked else dimension + 1
 
     @property
-    def zeros(self) -> int:
+    def padding(self) -> Padding:
         """The zeros at the end of this dimension."""
-        length = self.variable.aval.shape[self.dimension - (not self.stacked)]  # type: ignore
-        return -length % self.owners.axis.size
+        shape = self.variable.aval.shape  # type: ignore[attr-defined]
+        ((dimension, _),) = split_of(self.spec, self.owners.axis.names)
+        return Padding(dimension - len(shape), -shape[dimension] % self.owners.axis.size)
 
     def to_owner(self, x: Array) -> Array:
         """A share of whole matrices, from this worker's slices of all of them."""
         if not self.dimension:  # a slice of a stack has whole matrices
             return x
-        x = _padded(x, 0, -len(x) % self.owners.axis.size)
-        whole = self._travels(x, 0, self.dimension)
-        return lax.slice_in_dim(
-            whole, 0, whole.shape[self.dimension] - self.zeros, axis=self.dimension
-        )
+        x = Padding(-x.ndim, -len(x) % self.owners.axis.size).padded(x)
+        return self.padding.cut(self._travels(x, 0, self.dimension))
 
     def from_owner(self, x: Array, count: int) -> Array:
         """This worker's slices of all ``count`` results, from a share of whole ones."""
         if not self.dimension:
             return x
-        x = _padded(x, self.dimension, self.zeros)
-        return self._travels(x, self.dimension, 0)[:count]
+        return self._travels(self.padding.padded(x), self.dimension, 0)[:count]
 
     def _travels(self, x: Array, apart: int, together: int) -> Array:
         wire = x if self.owners.exact else x.astype(jnp.bfloat16)
         found = lax.all_to_all(wire, self.owners.axis.names, apart, together, tiled=True)
         return found.astype(x.dtype)
-
-
-def _padded(x: Array, dimension: int, zeros: int) -> Array:
-    if not zeros:
-        return x
-    config = [(0, zeros if d == dimension else 0, 0) for d in range(x.ndim)]
-    return lax.pad(x, jnp.zeros((), x.dtype), config)
