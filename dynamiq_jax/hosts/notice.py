@@ -34,9 +34,6 @@ TIMEOUT = 2.0
 LONGEST = 200
 """Characters of a notice that messages carry."""
 
-# Metadata addresses are never behind a proxy, whatever the variables of proxies say.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-
 
 def sources(text: str) -> tuple[str, ...]:
     """The paths and URLs that the variable names.
@@ -87,7 +84,9 @@ def _answer(url: str, token: str = "") -> str:
 
 
 def _text(request: urllib.request.Request) -> str:
-    with _open(request, timeout=TIMEOUT) as answer:
+    # Metadata addresses are never behind a proxy, whatever the variables of proxies say.
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with direct.open(request, timeout=TIMEOUT) as answer:
         return answer.read(2**12).decode(errors="replace")
 
 
