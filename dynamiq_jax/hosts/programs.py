@@ -101,8 +101,10 @@ def _digest(step: Any, args: Any, key: object) -> Any:
         jax.__version__, jaxlib.version.__version__, device.client.platform_version,
         [(d.id, d.device_kind, d.process_index) for d in jax.devices()],
         sorted(pair for pair in os.environ.items() if pair[0].startswith(READ)),
-        sorted((name, repr(value)) for name, value in jax.config.values.items()),
-        jax.sharding.get_abstract_mesh(), getattr(step, "__qualname__", step), tree, key,
+        # Each host may have a cache of its own.
+        sorted((k, repr(v)) for k, v in jax.config.values.items() if "cache" not in k),
+        getattr(step, "__qualname__", type(step).__qualname__), tree, key,
+        jax.sharding.get_abstract_mesh(),
         [(np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), _where(leaf))
          for leaf in leaves],
     ]  # fmt: skip
@@ -147,7 +149,7 @@ def _loaded(file: Path, args: Any) -> Any:
         return serialize_executable.deserialize_and_load(
             serialized, in_tree, out_tree, execution_devices=devices
         )
-    except FileNotFoundError:  # of the program, or of a module
+    except OSError:  # no such program, or no such module any more
         return None
     except Exception as error:  # whatever is wrong with it, the step can be compiled
         warn(f"{file}: {type(error).__name__}: {error}; the step is compiled instead")
