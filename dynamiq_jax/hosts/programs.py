@@ -94,7 +94,7 @@ def _without_cache() -> Iterator[None]:
 
 
 def _digest(step: Any, args: Any, key: object) -> Any:
-    """What all processes have alike, and programs depend on."""
+    """Facts that all processes have alike, on which programs depend."""
     leaves, tree = jax.tree.flatten(args)
     device = jax.devices()[0]
     facts = [
