@@ -38,7 +38,7 @@ def own_log() -> str:
 
 
 def read(log: str) -> dict[str, Any]:
-    """What a log says.
+    """Reads a log of NCCL.
 
     Returns:
       ``networks``: names, as "Socket", "IB" or "AWS Libfabric"; ``connections``: how many channels
