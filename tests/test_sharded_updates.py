@@ -404,7 +404,8 @@ def test_masters_follow_parameters_until_the_first_update():
 def test_an_update_keeps_the_dtypes_of_a_state(made_with, copies):
     """Else the second step is compiled again, and a scan over steps is refused."""
     (params, batches), optimizer = problem(), make("sgd")
-    first, own = (jax.tree.map(lambda x: x.astype(name), params) for name in (made_with, copies))
+    cast = lambda name: jax.tree.map(lambda x: x.astype(name), params)
+    first, own = cast(made_with), cast(copies)
     state, step = start(optimizer, first)
     kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
     _, after = jax.eval_shape(step, own, state, batches[0])
