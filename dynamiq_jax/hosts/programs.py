@@ -20,7 +20,7 @@ import jaxlib.version
 import numpy as np
 from jax.experimental import multihost_utils, serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from dynamiq_jax.core.warned import warn
 
@@ -59,7 +59,7 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     """
     if re.search(" at 0x[0-9a-f]+", repr(key)):
         raise ValueError(f"key={key!r}: an address differs in the next process; give plain values")
-    folder = jax.config.jax_compilation_cache_dir
+    folder = jax.config.values["jax_compilation_cache_dir"]
     if not folder or "://" in folder:  # files of a cloud's store are JAX's own matter
         return step
     lower = step.lower  # `dynamiq_jax.jit` sets variables of NCCL here, loaded or not
@@ -83,7 +83,7 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
     """Lets JAX compile itself: on CPU what came from its cache serializes without its functions."""
-    before = jax.config.jax_enable_compilation_cache
+    before = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once
     try:
@@ -118,7 +118,8 @@ def _where(leaf: Any) -> Any:
 
 
 def _devices(sharding: Any) -> list[Any]:
-    return [*sharding.mesh.devices.flat] if isinstance(sharding, NamedSharding) else []
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return [*mesh.devices.flat] if isinstance(mesh, Mesh) else []
 
 
 def _sources() -> dict[str, Source]:
