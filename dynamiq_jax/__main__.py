@@ -1,6 +1,6 @@
 """`dynamiq-jax` and `python -m dynamiq_jax`: the command line, or what to install for it."""
 
-NEEDED = ("rich", "typer")
+NEEDED = ("optax", "rich", "typer")
 
 
 def main() -> None:

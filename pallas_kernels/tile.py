@@ -481,11 +481,11 @@ def _dithered_code(z, marked, noise, width: int, tile: Tile):
     bits = tile.fmt.octave_bits(width)
     negative = _sign_mask(bits_of(z))
     first, low = _first_level(marked, width, tile)
-    # Below the first level of a positive value is that of a negative one, whose index is -1.
-    up = bits_of(tile.magnitude_plus(z, low)) + ((noise ^ negative) >> as_word(9 + bits)) - first
-    level = lax.bitcast_convert_type(up, jnp.int32) >> np.int32(23 - bits)
-    level = jnp.minimum(level, np.int32((1 << (width - 1)) - 1))
-    level = lax.bitcast_convert_type(level, jnp.uint32)
+    up = bits_of(tile.magnitude_plus(z, low)) + ((noise ^ negative) >> as_word(9 + bits))
+    # All of it is unsigned: under Mosaic's lane semantics a bitcast of uint32 to int32 changes no
+    # comparison. Below the first level of a positive value is that of a negative one: index -1.
+    first = first >> as_word(23 - bits)  # nothing is shifted out
+    level = jnp.minimum(up >> as_word(23 - bits), first + as_word((1 << (width - 1)) - 1)) - first
     return (level ^ negative) & as_word((1 << width) - 1)
 
 

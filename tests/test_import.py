@@ -159,7 +159,7 @@ def test_without_optax_it_says_what_to_install(monkeypatch):
         dq.opax  # noqa: B018
 
 
-@pytest.mark.parametrize("missing", ["rich", "typer"])
+@pytest.mark.parametrize("missing", ["optax", "rich", "typer"])
 def test_command_says_what_to_install(missing):
     code = BLOCKED.format(missing)
     code += "import runpy; runpy.run_module('dynamiq_jax', run_name='__main__')"

@@ -23,6 +23,7 @@ from kernel_runs import (
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.jaxprs.walk import equations_of
 from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.energy import padded_count
@@ -122,6 +123,35 @@ def test_kernels_lower_for_cuda(name, lowering, variants, monkeypatch):
             continue  # these need references as operands
         lowered = lowered_for_cuda(program, given, arrived)
         assert f"dynamiq_{kernel.split()[0]}" in lowered, kernel
+
+
+def compared_after_bitcasts(program):
+    """Primitives whose result depends on the sign of an int32 that was bitcast from uint32."""
+    signed = {"lt", "le", "gt", "ge", "min", "max", "div", "rem", "convert_element_type", "abs"}
+    kept = {"add", "sub", "mul", "and", "or", "xor", "neg", "select_n", "broadcast_in_dim"}
+    kept |= {"reshape", "shift_right_arithmetic", "shift_left", "concatenate"}
+    found, cast = set(), set()
+    for equation in equations_of(program):
+        name, operands = equation.primitive.name, [id(x) for x in equation.invars]
+        if name == "bitcast_convert_type":
+            kinds = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+            cast |= {id(equation.outvars[0])} if kinds == (jnp.uint32, jnp.int32) else set()
+        elif cast & {*operands}:
+            found |= {name} & signed
+            cast |= {id(x) for x in equation.outvars if name in kept}
+    return found
+
+
+@pytest.mark.parametrize("name", daily(FORMATS, ["dither, odd widths"]))
+def test_no_kernel_compares_a_bitcast_word(name):
+    """Mosaic's lane semantics, which pushes have, would compare it as the uint32 that it was."""
+    fmt, (layout, given, arrived) = FORMATS[name], case(name)
+    for kernel, program in programs(layout, fmt, jnp.float32, "interpret").items():
+        found = compared_after_bitcasts(jax.make_jaxpr(program)(given, arrived).jaxpr)
+        assert not found, (kernel, found)
+    word, limit = jnp.uint32(3), np.int32(2)
+    signed = lambda x: jnp.minimum(jax.lax.bitcast_convert_type(x, jnp.int32) >> 1, limit)
+    assert compared_after_bitcasts(jax.make_jaxpr(signed)(word).jaxpr) == {"min"}
 
 
 def test_mosaic_takes_as_many_groups_as_a_warp_has_threads(monkeypatch):

@@ -399,6 +399,22 @@ def test_masters_follow_parameters_until_the_first_update():
     assert_same_bits(state.masters, jax.tree.map(lambda x: x.astype(jnp.float32), later))
 
 
+@pytest.mark.parametrize("made_with", ["float32", "bfloat16"])
+@pytest.mark.parametrize("copies", ["float32", "bfloat16", "float16"])
+def test_an_update_keeps_the_dtypes_of_a_state(made_with, copies):
+    """Else the second step is compiled again, and a scan over steps is refused."""
+    (params, batches), optimizer = problem(), make("sgd")
+    cast = lambda name: jax.tree.map(lambda x: x.astype(name), params)
+    first, own = cast(made_with), cast(copies)
+    state, step = start(optimizer, first)
+    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), tree)
+    _, after = jax.eval_shape(step, own, state, batches[0])
+    _, again = jax.eval_shape(step, own, after, batches[0])
+    assert kinds(again) == kinds(after)
+    if made_with == "float32" or copies == "bfloat16":  # else f32 represents both
+        assert kinds(after) == kinds(jax.eval_shape(lambda state: state, state))
+
+
 def test_masters_follow_parameters_that_change_before_other_workers_go_on():
     """How far masters are from their copies is part of a checkpoint."""
     (params, batches), optimizer = problem(), make("sgd")

@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import break_even
 import numpy as np
 from matplotlib.figure import Figure
 from training import BF16, CURVE_WINDOW, EXACT, of_reference, paired
@@ -191,6 +192,12 @@ def steps_table() -> str:
             cells = (milliseconds(run["ms"][way]) if way in run["ms"] else "" for run in runs)
             lines.append((title, *cells))
     return markdown(lines)
+
+
+def break_even_table() -> str:
+    """Milliseconds of steps by rate, modelled and measured, and where bf16 wins."""
+    found = load(STEPS)
+    return f"{markdown(break_even.lines(found))}\n\n{break_even.sentence(found)}"
 
 
 def all_reduce_table() -> str:
@@ -708,6 +715,7 @@ def texts() -> dict[Path, str]:
     steps = caption("steps", told) + " " + " ".join(load(STEPS)["notes"])
     blocks = {
         "steps": f"{steps_table()}\n\n{steps}",
+        "break-even": break_even_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
             "all-reduce", f"one bf16 leaf per GPU, H200 with NV18 links; {JAX}")
         + " " + " ".join(load("all_reduce.json")["notes"]),

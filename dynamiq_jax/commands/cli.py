@@ -12,6 +12,7 @@ from dynamiq_jax import __version__
 from dynamiq_jax.commands import advise, error, explain, run, simulate
 from dynamiq_jax.commands.bench import all_reduce
 from dynamiq_jax.commands.options import out_of_memory, printable
+from dynamiq_jax.commands.report import command as report
 from dynamiq_jax.core.interrupts import once_started
 
 CPU_DEVICES = 8
@@ -55,6 +56,7 @@ app.command("advise")(advise.command)
 app.command("explain")(explain.command)
 app.command("error")(error.command)
 app.command("simulate")(simulate.command)
+app.command("report")(report.command)
 app.command("run")(run.command)
 bench = typer.Typer(help="Measure speed on the devices of this machine.", no_args_is_help=True)
 bench.command("all-reduce")(all_reduce.command)

@@ -99,8 +99,20 @@ def writable(path: Path | None, source: Path | None = None, *, first: bool = Tru
         typer.echo(f"--json replaces {path} ({path.stat().st_size:,} bytes)", err=True)
 
 
+_VARIABLES = ("COORDINATOR", "NUM_HOSTS", "HOST_ID")
+"""Variables of `examples/four_hosts.py` and `benchmarks/hosts.py`."""
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+"""Variables with the number of processes that a cluster has started; JAX reads the others."""
+
+
 def join(processes: int | None, process_id: int, coordinator: str) -> None:
-    """Waits for the others, where this command runs in several processes."""
+    """Waits for the others, where this command runs in several processes.
+
+    Without options the variables of `_VARIABLES` count, and then those of SLURM or Open MPI.
+    """
+    told = [os.environ.get(name, "") for name in _VARIABLES]
+    if processes is None and told[0] and told[1].isdecimal() and told[2].isdecimal():
+        coordinator, processes, process_id = told[0], int(told[1]), int(told[2])
     if process_id >= (processes or 1):
         raise typer.BadParameter(
             f"{process_id} is not below --processes {processes or 1}: count them from 0",
@@ -114,7 +126,7 @@ def join(processes: int | None, process_id: int, coordinator: str) -> None:
         )
     if processes:
         jax.distributed.initialize(coordinator, processes, process_id)
-    elif int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
+    elif any(int(os.environ.get(name, "1")) > 1 for name in _TASKS):
         jax.distributed.initialize()
 
 

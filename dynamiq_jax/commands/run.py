@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dynamiq_jax.commands.options import checked, checked_file
+from dynamiq_jax.hosts import notice
 from dynamiq_jax.hosts.addresses import file_of, parse_hosts
 from dynamiq_jax.hosts.supervisor import Settings, Supervisor
 
@@ -82,4 +83,5 @@ def command(
     supervisor = Supervisor(settings)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, supervisor.leave)
+    checked(notice.VARIABLE, notice.watch, supervisor.notified, supervisor.say)
     raise typer.Exit(supervisor.run())

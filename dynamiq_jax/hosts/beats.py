@@ -21,7 +21,7 @@ class Phase(enum.StrEnum):
     OVER = "over"
     """The whole run has ended with `Beat.status`."""
     LEAVING = "leaving"
-    """This host was told to end (SIGTERM); the others go on without it."""
+    """This host was told to end; the others go on without it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from dynamiq_jax.hosts import notice
 from dynamiq_jax.hosts.slots import Slots
 
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"
@@ -163,7 +164,8 @@ class Child:
         self._folder = tempfile.TemporaryDirectory(prefix="dynamiq_jax_")
         self.progress = Path(self._folder.name) / "progress"
         shim = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())]
-        env = env | {PROGRESS: str(self.progress)} | (slots.environment if slots else {})
+        own = {PROGRESS: str(self.progress), notice.VARIABLE: ""}  # the supervisor watches
+        env = env | own | (slots.environment if slots else {})
         self._process = subprocess.Popen(
             shim + command, env=os.environ | env, pass_fds=slots.files if slots else (),
             stdin=subprocess.PIPE if ready else subprocess.DEVNULL, stdout=subprocess.PIPE,

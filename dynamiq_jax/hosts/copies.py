@@ -20,6 +20,7 @@ from jax import Array, lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dynamiq_jax.hosts import notice
 from dynamiq_jax.hosts.slots import Kept, Slots
 from dynamiq_jax.tree.leaves import name_of, shown
 
@@ -102,6 +103,7 @@ class Copies:
     """
 
     def __init__(self) -> None:
+        notice.watch_for_process()
         self._slots = Slots.inherited()
         self._session: int | None = None
         self._number = 0  # how many copies have been saved

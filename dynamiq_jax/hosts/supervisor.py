@@ -112,7 +112,8 @@ class Supervisor:
         self._suspect: tuple[str, float] | None = None  # a consequence, and until when it waits
         self._stopped_since: float | None = None
         self._asked: float | None = None  # when SIGTERM was sent to the process
-        self._leaving = 0  # signals that told this host to end
+        self._signals = 0  # how many told this host to end
+        self._notice = ""  # why it is to end
         self._anew: set[int] = set()  # hosts whose supervisors have started anew meanwhile
         self._stage = ""
         self._told_silence = False  # whether it was said that the process reports nothing
@@ -220,8 +221,8 @@ class Supervisor:
                     None)  # fmt: skip
         if over and self.beat.phase is not Phase.OVER:
             self._over(over.status, over.cause)
-        elif self._leaving and not self.child:
-            self._over(TERMINATED, "this host was told to end", Phase.LEAVING)
+        elif self._notice and not self.child:
+            self._over(TERMINATED, f"told to end ({self._notice})", Phase.LEAVING)
         elif self.beat.phase is Phase.RUNNING:
             self._watch()
         elif self.beat.phase is Phase.DONE and self._all_done():
@@ -246,9 +247,9 @@ class Supervisor:
         states = [self.others[host] for host in group if host != me]
         ready = all(beat.phase in (Phase.READY, Phase.DONE) for beat in states)
         missing = set(range(len(self.settings.hosts))) - set(group)
-        enough = not missing or (
-            len(group) >= self.settings.least and now - self._since >= self.settings.wait
-        )
+        left = {h for h in missing if self.hears(h) and self.others[h].phase is Phase.LEAVING}
+        waited = missing == left or now - self._since >= self.settings.wait
+        enough = not missing or (len(group) >= self.settings.least and waited)
         if group[0] == me and ready and enough:
             known = [beat.generation for beat in self.others.values()]
             return self._start(self._free(1 + max([self.beat.generation, *known])), group)
@@ -339,7 +340,7 @@ class Supervisor:
             self.child.signal(signal.SIGTERM)
         if self._asked is not None and self.clock() - self._asked > SAVE:
             self._fail(f"host {self.beat.host}: not ended {SAVE:g} s after SIGTERM")
-        elif self._leaving > 1:
+        elif self._signals > 1:
             self._fail(f"host {self.beat.host}: told to end a second time, without saving")
 
     def _read_progress(self) -> None:
@@ -369,7 +370,8 @@ class Supervisor:
             self._fail(f"{self.names([self.beat.host])}: {end.text}")
         elif self._suspect is None:
             # Another host's end may be the cause, and its beats tell so, or that there are none.
-            doubt = self.settings.silence + 1 if end.consequence else DOUBT
+            follows = end.consequence or end.status == TERMINATED
+            doubt = self.settings.silence + 1 if follows else DOUBT
             self._suspect = f"{self.names([self.beat.host])}: {end.text}", self.clock() + doubt
         elif cause := self._cause():
             self._fail(cause)
@@ -389,7 +391,7 @@ class Supervisor:
             if other.generation > beat.generation:
                 return f"{self.names([host])}: went on without this host"
             if other.phase is Phase.LEAVING:
-                return f"{self.names([host])}: told to end (SIGTERM)"
+                return f"{self.names([host])}: {other.cause}"
             unheard = beat.host not in other.hears
             behind = other.generation < beat.generation
             if (behind or unheard) and now - self._began > self.settings.silence:
@@ -449,7 +451,7 @@ class Supervisor:
 
     def _to_stop(self) -> bool:
         """Whether the process shall save and end: another host has come, or this one leaves."""
-        if self._leaving:
+        if self._notice:
             return True
         first = self.beat.members[0]
         if first != self.beat.host:
@@ -471,7 +473,7 @@ class Supervisor:
         self._failures = 1 if healthy else self._failures + 1
         self._close(Phase.READY, cause)
         self.say(cause)
-        if self._leaving:
+        if self._notice:
             return
         if self._failures > self.settings.restarts:
             again = self.settings.restarts
@@ -504,7 +506,12 @@ class Supervisor:
 
         The second signal ends the process at once.
         """
-        self._leaving += 1
+        self._signals += 1
+        self._notice = self._notice or "SIGTERM"
+
+    def notified(self, notice: str) -> None:
+        """Lets the process save and end, then this supervisor. A signal may still follow."""
+        self._notice = self._notice or notice
 
     def say(self, text: str) -> None:
         """Writes a line about the run."""

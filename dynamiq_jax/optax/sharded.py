@@ -585,8 +585,11 @@ class _Leaves(NamedTuple):
         """The copy after an update of ``state``, to which users add these differences."""
         if state.pending is not None:
             return state.sent
-        pairs = zip(self.slices, _slices(added, self.total), strict=True)
-        copies = [_sum(copy, x) for copy, x in pairs]
+        # A state made with f32 parameters keeps its dtypes where the copies are bf16: the second
+        # step is not compiled again, and may be in a scan. f32 represents every bf16.
+        wide = [x.dtype for x in jax.tree.leaves(state.sent.copies)]
+        of = zip(self.slices, _slices(added, self.total), wide, strict=True)
+        copies = [_sum(x, y).astype(jnp.promote_types(x.dtype, dtype)) for x, y, dtype in of]
         return Sent(state.sent.step.after(state.step + 1), self.treedef.unflatten(copies))
 
     def exact_differences(self, masters: Any) -> list[Array]:

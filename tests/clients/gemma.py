@@ -20,7 +20,14 @@ PATCH = (
         "grad_fn = dq.value_and_grad(loss_fn, has_aux=True, axis_name='fsdp', compression=METHOD)",
     ),
 )
-OWN = Client("examples/gemma/train.py", "8 fsdp, Explicit", "jit_jax_train_step", PATCH)
+HOSTS = (
+    Change("import numpy as np\n", "import numpy as np\nimport dynamiq_jax\n"),
+    Change("mesh = jax.make_mesh(", "mesh = dynamiq_jax.make_mesh("),
+)
+"""A mesh of hosts without NVLink between them; JAX refuses to make one."""
+OWN = Client(
+    "examples/gemma/train.py", "8 fsdp, Explicit", "jit_jax_train_step", PATCH, setting=HOSTS
+)
 VARIANTS = {
     "FSDP": OWN,
     "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
@@ -35,20 +42,32 @@ MODEL = {
 }  # fmt: skip
 
 
-def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) -> Trained:
+LARGE = {
+    "num_layers": 24, "embed_dim": 1024, "hidden_dim": 4096, "num_heads": 8, "head_dim": 128,
+    "sliding_window_size": 512,
+}  # fmt: skip
+
+
+def train(
+    steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False, large: bool = False
+) -> Trained:
     stand_in("sentencepiece", "grain", "input_pipeline", "tokenizer", "sampler", "clu")
     import jax
     import train as trainer
     import transformer_cfg
     from configs import tiny
 
+    rows, length, vocabulary = ROWS, LENGTH, VOCABULARY
+    if large:
+        fsdp = jax.device_count() // tensor
+        rows, length, vocabulary = 3 * jax.device_count(), 1024, 32_000
     totals: list[float] = []
 
     def watch(seen: dict[str, Any]) -> None:
-        totals.append(float(seen["train_metrics"].loss.total[...]) / ROWS)
+        totals.append(float(seen["train_metrics"].loss.total[...]) / rows)
 
-    batches = list(map(_batch, token_rows(steps, ROWS, LENGTH + 1, VOCABULARY)))
-    encoder = SimpleNamespace(vocab_size=lambda: VOCABULARY, pad_id=lambda: 0)
+    batches = list(map(_batch, token_rows(steps, rows, length + 1, vocabulary)))
+    encoder = SimpleNamespace(vocab_size=lambda: vocabulary, pad_id=lambda: 0)
     pipeline: Any = sys.modules["input_pipeline"]
 
     def get_datasets(config, *, vocab_path, data_sharding):
@@ -57,14 +76,15 @@ def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) ->
 
     pipeline.get_datasets = get_datasets
     kinds = transformer_cfg.AttentionType
-    model = MODEL | {"attention_types": (kinds.LOCAL_SLIDING, kinds.GLOBAL)}
+    model = MODEL | (LARGE if large else {})
+    model["attention_types"] = (kinds.LOCAL_SLIDING, kinds.GLOBAL) * (model["num_layers"] // 2)
     config = tiny.get_config().replace(
         transformer_params=model,
         fsdp_parallelism=fsdp,
         tensor_parallelism=tensor,
         num_train_steps=steps + 2,
         warmup_steps=5,
-        learning_rate=0.005,
+        learning_rate=1e-3 if large else 0.005,
         use_bfloat16=bfloat16,
         restore_checkpoints=False,
     )
@@ -76,9 +96,10 @@ def train(steps: int, fsdp: int = 8, tensor: int = 1, bfloat16: bool = False) ->
 
 def _batch(rows) -> dict[str, Any]:
     inputs = rows[:, :-1]
+    places = np.arange(inputs.shape[1], dtype=np.int32)
     return {
         "inputs": inputs,
         "targets": rows[:, 1:],
-        "inputs_position": np.broadcast_to(np.arange(LENGTH, dtype=np.int32), inputs.shape),
+        "inputs_position": np.broadcast_to(places, inputs.shape),
         "inputs_segmentation": (inputs > 0).astype(np.int32),
     }

@@ -43,16 +43,24 @@ VARIANTS = {
 }
 
 
-def train(steps: int, fsdp: bool) -> Trained:
+SMALL = {"D": 128, "H": 8, "L": LENGTH, "N": 2, "F": 512, "dtype": "float32"}
+LARGE = {"D": 1024, "H": 16, "L": 1024, "N": 24, "F": 4096, "dtype": "bfloat16"}
+
+
+def train(steps: int, fsdp: bool, large: bool = False) -> Trained:
+    import jax
+
+    model, vocabulary = (LARGE, 32_000) if large else (SMALL, VOCABULARY)
+    rows = 3 * jax.device_count() if large else ROWS
     names = "grain", "grain.python", "tensorflow_datasets", "sentencepiece", "clu"
     stand_in_for_tensorflow(*names)
     from nanodo import train as trainer
     from nanodo.configs import default
 
-    tokens = token_rows(steps + 1, ROWS, LENGTH, VOCABULARY)
+    tokens = token_rows(steps + 1, rows, model["L"], vocabulary)
     losses: list[float] = []
     data: Any = trainer.data
-    data.get_py_tokenizer = lambda _: SimpleNamespace(GetPieceSize=lambda: VOCABULARY)
+    data.get_py_tokenizer = lambda _: SimpleNamespace(GetPieceSize=lambda: vocabulary)
     data.py_batched_tfds = lambda **_: Batches(tokens, "train_and_evaluate")
     evaluate: Any = trainer.evaluate
     evaluate.Evaluator = lambda *_: SimpleNamespace(eval=lambda params: {})
@@ -60,9 +68,11 @@ def train(steps: int, fsdp: bool) -> Trained:
     writer.write_scalars = lambda step, own: losses.append(own.get("train_loss", None))
     trainer.metric_writers.create_default_writer = lambda *_, **__: writer
     config = default.get_config()
-    config.model.update(D=128, H=8, L=LENGTH, N=2, F=512, dtype="float32", fsdp_enabled=fsdp)
-    config.opt.update(num_train_steps=1000, warmup_steps=5, peak_learning_rate=0.005)
-    config.update(batch_size=ROWS, checkpoint=False, workdir=tempfile.mkdtemp())
+    config.model.update(**model, fsdp_enabled=fsdp)
+    config.opt.update(
+        num_train_steps=1000, warmup_steps=5, peak_learning_rate=1e-3 if large else 0.005
+    )
+    config.update(batch_size=rows, checkpoint=False, workdir=tempfile.mkdtemp())
     config.update(eval_every_steps=10**9, log_internal_metrics=False)
     found = locals_at_the_end(trainer.train_and_evaluate, config)
     state = found["trainer"].state

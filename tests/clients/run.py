@@ -2,25 +2,33 @@
 
     python tests/clients/run.py CLIENT PATH/TO/CHECKOUT [--variant NAME] [--seed N]
 
+    python benchmarks/hosts.py --hosts 2 --rate 25gbit --gpus 1 -- \
+      python tests/clients/run.py nanodo CHECKOUT --variant DP --gpus --only native BF16 "5 bits"
+
 The path is a checkout of the client's repository at the commit that its module names. The trainer
 runs three times, each in a process of its own and from a copy of its files: as it is, with our
 patch and the exact method `dq.F32`, and with our patch and 5 bits. Its data set is random, its
 model is small; its loss, state, shardings and step are its own. Prints for every run the loss of
 the last step, the bytes that one device sends per step, and whether all copies of the state are
-equal; README.md has the figures.
+equal; README.md has the figures. ``--gpus`` takes the GPUs of this machine or of all hosts, and a
+model of their size, of clients whose ``train`` takes ``large``; it tells milliseconds instead of
+bytes.
 
 Needs flax, optax, orbax-checkpoint and ml_collections. Not part of the library's tests.
 """
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +41,11 @@ CLIENTS = sorted(
     for file in Path(__file__).parent.glob("*.py")
     if file.stem not in ("run", "client", "stubs")
 )
+ON_CPU = ["native", "F32", "5 bits"]
 METHODS = {
     "native": None,
     "F32": "dq.Compression(dq.F32())",
+    "BF16": "dq.Compression(dq.BF16())",
     "5 bits": "dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)",
 }
 
@@ -47,7 +57,8 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a checkout of the client's repository")
     parser.add_argument("--variant", help="one of the client's variants")
     parser.add_argument("--seed", type=int, default=0, help="of the batches")
-    parser.add_argument("--only", choices=METHODS, nargs="+", help="some of the three runs")
+    parser.add_argument("--only", choices=METHODS, nargs="+", default=ON_CPU, help="some runs")
+    parser.add_argument("--gpus", action="store_true", help="a larger model, on GPUs")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     module = importlib.import_module(f"clients.{options.client}")
@@ -58,7 +69,7 @@ def main() -> int:
     for variant in [options.variant] if options.variant else module.VARIANTS:
         client = module.VARIANTS[variant]
         print(f"\n{options.client}, {variant}: {client.repository} {client.commit[:10]}")
-        found = {run: _run(options, variant, client, run) for run in options.only or METHODS}
+        found = {run: _run(options, variant, client, run) for run in options.only}
         _report(options.client, variant, client, found)
         failed |= None in found.values()
     return int(failed)
@@ -81,6 +92,8 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
         own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"{flags} {os.environ.get('XLA_FLAGS', '')}"}
         command = [sys.executable, __file__, options.client, str(options.checkout)]
         command += ["--seed", str(options.seed), "--variant", variant, "--child", folder]
+        if options.gpus:
+            command, own = [*command, "--gpus"], {}
         if subprocess.run(command, env=os.environ | own, check=False).returncode:
             return None
         return {"lines": n_lines, **json.loads((root / "result").read_text())}
@@ -99,7 +112,7 @@ def _report(name: str, variant: str, client, found: dict[str, dict | None]) -> N
         )
     lines = max(result["lines"] for result in ran.values()) if ran else 0
     losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in ran.values())
-    sent = " / ".join(f"{result['megabytes']:.2f}" for result in ran.values())
+    sent = " / ".join(result["sent"] for result in ran.values())
     compiled = " / ".join(f"{result['compile_s']:.1f}" for result in ran.values())
     row = [f"{name}, {variant}", client.mesh, str(lines), losses, sent, compiled]
     print("|", " | ".join(row), "|")
@@ -114,11 +127,21 @@ def _train(module, client, options: argparse.Namespace) -> None:
     own = root / "checkout" / client.folder
     sys.path.insert(0, str(own.parent if client.package else own))
     seconds = _compile_seconds(client.step)
-    trained = module.train(STEPS, **client.options)
-    programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
+    if options.gpus and "COORDINATOR" in os.environ:
+        import jax
+
+        own_number = int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
+        jax.distributed.initialize(os.environ["COORDINATOR"], *own_number)
+    trained = module.train(STEPS, **client.options, **({"large": True} if options.gpus else {}))
+    if options.gpus:
+        times = stubs.Batches.asked_at[STEPS // 2 :]
+        sent = f"{statistics.median(b - a for a, b in itertools.pairwise(times)) * 1e3:.0f} ms"
+    else:
+        programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
+        sent = f"{sent_bytes(programs[-1].read_text(), 8) / 1e6:.2f}"
     result = {
         "losses": [float(loss) for loss in trained.losses],
-        "megabytes": sent_bytes(programs[-1].read_text(), 8) / 1e6,
+        "sent": sent,
         "equal": _copies_equal(trained.state),
         "shardings": _shardings(trained.params),
         "compile_s": sum(seconds.values()),
@@ -149,10 +172,19 @@ def _shardings(tree: Any) -> list[str]:
 
 
 def _copies_equal(tree: Any) -> bool:
-    """Whether all devices that hold the same part of an array hold the same bits of it."""
+    """Whether all devices that hold the same part of an array hold the same bits of it.
+
+    Of several processes, those of arrays that all hold whole.
+    """
     import jax
     import numpy as np
+    from jax.experimental import multihost_utils
 
+    if jax.process_count() > 1:
+        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+        own = [zlib.crc32(np.asarray(x)) for x in arrays if x.is_fully_replicated]
+        found = multihost_utils.process_allgather(np.array(own, np.uint32))
+        return bool((found == found[0]).all())
     first: dict = {}
     return all(
         first.setdefault((number, str(shard.index)), data) == data

@@ -5,10 +5,11 @@ writers of summaries. The trainer's model, loss, state, shardings and step are i
 """
 
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -83,6 +84,9 @@ class Batches:
     name ``loop``: so it can read the losses of the steps before.
     """
 
+    asked_at: ClassVar[list[float]] = []
+    """When the trainer asked for each batch, in seconds."""
+
     def __init__(self, batches: Any, loop: str = "", watch: Callable[[dict], None] | None = None):
         self._batches, self._loop, self._watch = iter(batches), loop, watch
 
@@ -95,6 +99,7 @@ class Batches:
             while frame.f_code.co_name != self._loop:
                 frame = frame.f_back
             self._watch(frame.f_locals)
+        self.asked_at.append(time.perf_counter())
         for batch in self._batches:
             return batch
         raise Enough

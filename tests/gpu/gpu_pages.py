@@ -232,7 +232,7 @@ def main() -> None:
     """Reads the options, runs the rows and prints their table."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", default="", help="a regular expression of rows' names")
-    parser.add_argument("--limit", type=float, default=120, help="seconds of a row")
+    parser.add_argument("--limit", type=float, default=180, help="seconds of a row")
     parser.add_argument("--jobs", type=int, default=4, help="rows at a time")
     parser.add_argument("--cpu", type=int, help="virtual devices in the place of GPUs")
     args = parser.parse_args()

@@ -3,11 +3,16 @@
 import os
 import re
 import signal
+import sys
+import time
 
 import numpy as np
 import pytest
+from processes import ENVIRONMENT, Loopback
 from supervised import child_of
-from test_copies import begun, hosts_of, losses
+from test_copies import WORKER, begun, hosts_of, losses
+
+from dynamiq_jax.hosts import notice, slots
 
 STEPS = 24
 
@@ -86,3 +91,35 @@ def test_without_two_hosts_in_a_row_it_begins_anew(tmp_path):
         hosts.start(1, 2)
         assert hosts.statuses(seconds=180) == [0, 0, 0]
     assert begun(hosts, 0) == [(3, 0), (3, 0)]
+
+
+def test_a_notice_ends_all_processes_after_the_same_step_without_a_supervisor(tmp_path):
+    """An engine starts them again then, and they go on from copies after that step."""
+    file = tmp_path / "notice"
+
+    def said(i):
+        return (tmp_path / f"log{i}").read_text()
+
+    def start(hosts, i, steps):
+        env = ENVIRONMENT | {"DYNAMIQ_JAX_PROGRESS": str(tmp_path / f"progress{i}"),
+                             slots.VARIABLE: str(tmp_path / f"copies{i}")}  # fmt: skip
+        env |= {notice.VARIABLE: str(file)} if i == 1 else {}
+        command = [sys.executable, "-u", WORKER, str(tmp_path), "sharded", str(steps), "0.2"]
+        return hosts.start(i, command, env, tmp_path / f"log{i}")
+
+    with Loopback(2) as hosts:
+        processes = [start(hosts, i, 1000) for i in range(2)]
+        deadline = time.monotonic() + 100
+        while "\nstep 3\n" not in said(1):
+            assert time.monotonic() < deadline and processes[1].poll() is None, said(1)
+            time.sleep(0.05)
+        file.touch()
+        assert [process.wait(60) for process in processes] == [143, 143], said(1)
+    assert f"told to end ({file})" in said(1)
+    file.unlink()
+    last = [int(re.findall(r"^step (\d+)$", said(i), re.MULTILINE)[-1]) for i in range(2)]
+    assert last[0] == last[1]
+    with Loopback(2) as hosts:
+        again = [start(hosts, i, last[0] + 3) for i in range(2)]
+        assert [process.wait(60) for process in again] == [0, 0], said(0)
+    assert f"2 hosts begin after step {last[0] + 1}\n" in said(0)

@@ -14,6 +14,8 @@ from processes import ENVIRONMENT, WORKER, Group
 from supervised import child_of
 from test_hosts import losses, needs_hosts
 
+from dynamiq_jax.hosts import notice
+
 PORT = 29500
 pytestmark = needs_hosts
 
@@ -33,7 +35,11 @@ class Run:
         command += ["--", sys.executable, "-u", str(WORKER), "training_on_hosts", str(self.folder)]
         # A supervisor that starts again keeps the lines of the one before.
         keep = ["sh", "-c", f'exec "$@" >>{self.log(i)} 2>&1', "sh"]
-        return self.made.start(i, keep + command, env=ENVIRONMENT | self.env)
+        env = ENVIRONMENT | self.env | {notice.VARIABLE: str(self.notice(i))}
+        return self.made.start(i, keep + command, env=env)
+
+    def notice(self, i):
+        return self.folder / f"notice.{i}"
 
     def log(self, i):
         return self.folder / f"supervisor.{i}.log"
@@ -145,6 +151,26 @@ def test_two_hosts_go_on_and_take_the_third_one_back(tmp_path):
     curve = losses(tmp_path)
     assert len(curve) == worker.STEPS_ON_HOSTS and np.isfinite(curve).all()
     assert curve[-1] < curve[0] - 0.5
+
+
+def test_a_host_with_notice_leaves_and_the_others_repeat_no_step(tmp_path):
+    with Hosts(3, devices=2) as made:
+        run = Run(made, tmp_path, "--wait", "20", env={"STEP_SECONDS": "0.5"})
+        run.until_step(4, 1)
+        began = time.monotonic()
+        run.notice(1).write_text("power is cut at five")
+        assert run.statuses(1) == [143]
+        run.until_step(5, 2, 0, 2)
+        print(f"going on after {time.monotonic() - began:.1f} s")
+        assert run.statuses() == [0, 143, 0]
+    assert run.said(1).endswith(f"host 1: told to end ({run.notice(1)}: power is cut at five)\n")
+    for i in (0, 2):
+        first, second = run.said(i).split(": start 2 with 2 hosts")
+        assert f"host 1 (10.7.0.2): told to end ({run.notice(1)}: power" in first
+        steps = [
+            list(map(int, re.findall(r"^step (\d+)$", t, re.MULTILINE))) for t in (first, second)
+        ]
+        assert steps[1][0] == steps[0][-1] + 1
 
 
 def test_a_process_told_to_end_in_its_first_step_saves_and_ends(tmp_path, monkeypatch):
