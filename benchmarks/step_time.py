@@ -267,7 +267,7 @@ class Program(NamedTuple):
 
     @property
     def temporary_bytes(self) -> int:
-        """Of one device."""
+        """XLA's for one device."""
         return self.step.memory_analysis().temp_size_in_bytes
 
 

@@ -105,7 +105,7 @@ CONFIGS = {
     ),
 }  # fmt: skip
 MODELS = f"one of {', '.join(CONFIGS)}"
-"""What ``--model`` of the examples takes."""
+"""The help of ``--model``."""
 
 
 def rotate(x: jax.Array, base: float = 10_000.0, scaling: RopeScaling | None = None) -> jax.Array:
