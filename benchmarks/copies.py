@@ -28,7 +28,7 @@ from dynamiq_jax.hosts.slots import Slots
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from llm_model import CONFIGS, init_params  # pyright: ignore[reportMissingImports]
+from llm_model import CONFIGS, MODELS, init_params  # pyright: ignore[reportMissingImports]
 
 
 def states(model: str) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def states(model: str) -> dict[str, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     samples: Annotated[int, typer.Option(min=1, help="copies")] = 30,
 ) -> None:
     """Times copies of a training's state on several hosts."""

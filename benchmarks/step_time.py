@@ -9,7 +9,9 @@ of `examples/train_llm.py`: bf16 matrix products, f32 parameters (or masters) an
 gradients, state donated, fresh random tokens in each step. The host waits for nobody within a
 sample of several steps. JAX_ENABLE_PGLE=true lets JAX profile each way's first steps, and compile
 again by their times.
-``--profile`` keeps JAX's profile of three steps of each way, which xprof shows.
+``--profile`` keeps JAX's profile of three steps of each way, which xprof shows. ``--compile-only``
+runs no step and compiles one way after the other, so that times of compilation compare; ways that
+come later find parts of them traced.
 
 ``none`` has no gradient exchange: what a step takes beyond it is *exposed* communication, kernels
 of the compression included, and less the work that shards save. `dq.explain` tells bytes.
@@ -98,10 +100,15 @@ COLUMNS = (
 )
 
 
-def line(texts: Sequence[str]) -> str:
-    """A row of the table; it is printed as soon as its way is timed."""
-    widths = 30, 10, 15, *[10] * len(texts)
-    return "  ".join(f"{text:>{width}}" for text, width in zip(texts, widths, strict=False))
+OF_PROGRAMS = tuple(c for c in COLUMNS if c.title in ("way", "temp GiB", "trace s", "compile s"))
+
+
+def line(columns: Sequence[tables.Column], row: Any = None) -> str:
+    """A row of the table, or its titles; it is printed as soon as its way is timed."""
+    texts = [c.title if row is None else c.cell(row) for c in columns]
+    widths = {"way": 36, "p10-p90 ms": 15}
+    pairs = zip(columns, texts, strict=True)
+    return "  ".join(f"{text:>{widths.get(c.title, 10)}}" for c, text in pairs)
 
 
 # --- What is timed --------------------------------------------------------------------------------
@@ -137,17 +144,19 @@ def make_run(
     *,
     batch: int,
     attention: str,
+    layers: int | None = None,
     steps: int | None = None,
     topology: str = "direct",
     nodes: int = 1,
     transport: str | None = None,
 ) -> Run:
-    """A model by its recipe, of so many steps: AdamW, norms clipped, functions in bf16.
+    """A model by its recipe, of so many layers and steps: AdamW, norms clipped, functions in bf16.
 
     Raises:
       ValueError: the topology is not known, or the devices are not so many equal nodes.
     """
-    config = dataclasses.replace(CONFIGS[model], attention=attention)
+    config = CONFIGS[model]
+    config = dataclasses.replace(config, attention=attention, n_layers=layers or config.n_layers)
     recipe = RECIPES[model]._replace(steps=steps or RECIPES[model].steps)
     limits = {"min_leaf_size": MIN_LEAF_SIZE, "min_bucket_size": 1, "min_bucket_bytes": 0}
     training = ways.Training(
@@ -250,19 +259,25 @@ def profile(step: Any, state: Any, draw: Draw, folder: Path) -> None:
 class Program(NamedTuple):
     """A way's step, compiled."""
 
+    method: str
     way: ways.Way
     step: Any
     trace_s: float
     compile_s: float
 
+    @property
+    def temporary_bytes(self) -> int:
+        """XLA's for one device."""
+        return self.step.memory_analysis().temp_size_in_bytes
 
-def compile_all(run: Run, texts: Sequence[str]) -> dict[str, Program]:
-    """The programs of all ways that compile, side by side.
+
+def compile_all(run: Run, texts: Sequence[str], alone: bool = False) -> dict[str, Program]:
+    """The programs of all ways that compile, side by side or each ``alone``.
 
     XLA shares the tuning of kernels out among processes, which must then compile in one order.
     """
     shared = jax.process_count() > 1 and TUNE_ALONE not in os.environ.get("XLA_FLAGS", "")
-    threads = 1 if shared else min(len(texts), os.cpu_count() or 1)
+    threads = 1 if shared or alone else min(len(texts), os.cpu_count() or 1)
     traced, programs = {}, {}
     for text in texts:
         start = time.perf_counter()
@@ -275,12 +290,12 @@ def compile_all(run: Run, texts: Sequence[str]) -> dict[str, Program]:
             traced[text] = way, lowered, time.perf_counter() - start
             announce(f"traced {text}")
 
-    def compiled(way: ways.Way, lowered: Any, trace_s: float) -> Program:
+    def compiled(text: str, way: ways.Way, lowered: Any, trace_s: float) -> Program:
         start = time.perf_counter()
-        return Program(way, lowered.compile(), trace_s, time.perf_counter() - start)
+        return Program(text, way, lowered.compile(), trace_s, time.perf_counter() - start)
 
     with ThreadPoolExecutor(threads) as pool:
-        futures = {text: pool.submit(compiled, *found) for text, found in traced.items()}
+        futures = {text: pool.submit(compiled, text, *found) for text, found in traced.items()}
         for text, future in futures.items():
             try:
                 programs[text] = future.result()
@@ -325,7 +340,7 @@ def measure(
     return Row(
         method=text, step_ms=median, p10_ms=p10, p90_ms=p90,
         mfu=flops / (median / 1e3) / peak if peak else None,
-        temporary_bytes=program.step.memory_analysis().temp_size_in_bytes,
+        temporary_bytes=program.temporary_bytes,
         trace_s=program.trace_s, compile_s=program.compile_s, loss=loss,
     )  # fmt: skip
 
@@ -346,6 +361,8 @@ def main(
     samples: Annotated[int, typer.Option(min=1, help="Of every way.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="In a sample.")] = 5,
     nodes: Annotated[int, typer.Option(min=1, help="Equal nodes: a mesh of two axes.")] = 1,
+    layers: Annotated[int | None, typer.Option(min=1, help="Instead of the model's own.")] = None,
+    compile_only: Annotated[bool, typer.Option("--compile-only", help="Run no step.")] = False,
     profiles: Annotated[
         Path | None,
         typer.Option("--profile", help="Folder for JAX's profiles of all ways."),
@@ -355,10 +372,14 @@ def main(
     """Measures and prints."""
     check_choice(model, CONFIGS, "--model")
     check_choice(attention, get_args(AttentionKernel), "--attention")
+    if compile_only and (json_file or profiles):
+        raise typer.BadParameter(
+            "runs no step; leave --json and --profile out", param_hint="--compile-only"
+        )
     kept = kept_runs(json_file)
     join_hosts()  # ahead of all that looks for devices
     texts = sorted(contenders.parts(chosen), key=lambda text: text != "none")
-    told = {"batch": batch, "attention": attention, "transport": transport}
+    told = {"batch": batch, "attention": attention, "transport": transport, "layers": layers}
     try:
         run = make_run(model, topology=topology, nodes=nodes, **told)
         for text in texts:
@@ -366,6 +387,7 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--ways, --topology, --nodes") from error
     first, rows, alone_ms = jax.process_index() == 0, [], None
+    columns = OF_PROGRAMS if compile_only else COLUMNS
     told |= {"model": model, "topology": topology, "tokens": run.tokens_per_worker}
     if first:
         print(
@@ -373,8 +395,11 @@ def main(
             f"{run.training.mesh.size} x {jax.devices()[0].device_kind}, "
             f"{jax.process_count()} process(es), {topology}"
         )
-        print(line([c.title for c in COLUMNS]), flush=True)
-    programs = compile_all(run, texts)
+        print(line(columns), flush=True)
+    programs = compile_all(run, texts, alone=compile_only)
+    if compile_only:
+        print(*[line(columns, program) for program in programs.values() if first], sep="\n")
+        return
     for text in [*programs]:
         try:
             row = measure(run, text, programs.pop(text), samples, steps, profiles)
@@ -388,7 +413,7 @@ def main(
             row = dataclasses.replace(row, exposed_ms=row.step_ms - alone_ms)
         rows.append(row)
         if first:
-            print(line([c.cell(row) for c in COLUMNS]), flush=True)
+            print(line(columns, row), flush=True)
         if json_file and first:  # row by row: a command that is cut off leaves what it has
             about = tables.surroundings(jax.devices())
             found = {"about": about, "options": told, "rows": [*map(asdict, rows)]}

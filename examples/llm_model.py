@@ -99,7 +99,14 @@ CONFIGS = {
         vocab_size=32_768, seq_len=1024, n_layers=16, dim=2048, n_heads=32, n_kv_heads=8,
         hidden=8192, remat=True,
     ),
+    # 6.7B parameters, the shape of LLaMA 2 7B (with shorter sequences).
+    "7b": Config(
+        vocab_size=32_000, seq_len=1024, n_layers=32, dim=4096, n_heads=32, n_kv_heads=32,
+        hidden=11_008, remat=True,
+    ),
 }  # fmt: skip
+MODELS = f"one of {', '.join(CONFIGS)}"
+"""The help of ``--model``."""
 
 
 def rotate(x: jax.Array, base: float = 10_000.0, scaling: RopeScaling | None = None) -> jax.Array:

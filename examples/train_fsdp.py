@@ -27,7 +27,7 @@ import optax
 import train_llm as llm  # asks for 8 virtual CPU devices, before JAX looks for any
 import typer
 from flax import nnx
-from llm_model import CONFIGS, init_params, make_loss
+from llm_model import CONFIGS, MODELS, init_params, make_loss
 from rich.table import Table
 
 import dynamiq_jax as dq
@@ -79,7 +79,7 @@ def make_sharded(run: llm.Run, **options: Any) -> tuple[Any, Any]:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     bits: Annotated[float, typer.Option(help="wire bits per coordinate of gradients")] = 5.0,
     gather_bits: Annotated[float, typer.Option(help="and of parameters")] = 8.0,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,

@@ -74,6 +74,7 @@ from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from llm_model import (
     CONFIGS,
     INITS,
+    MODELS,
     AttentionKernel,
     Config,
     Loss,
@@ -116,6 +117,7 @@ RECIPES = {
     "125m": Recipe(steps=200, batch_size=8, learning_rate=6e-4, validation_batches=6),
     "350m": Recipe(steps=200, batch_size=8, learning_rate=4e-4, validation_batches=6),
     "1b": Recipe(steps=200, batch_size=8, learning_rate=3e-4, validation_batches=6),
+    "7b": Recipe(steps=200, batch_size=1, learning_rate=3e-4, validation_batches=6),
 }
 LEARNING_RATES = {("tiny", "unit"): 2e-3}
 """Learning rates of (model, initialisation) that take the place of the recipe's."""
@@ -658,7 +660,7 @@ def make_mesh(text: str) -> jax.sharding.Mesh:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m, 350m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     method: Annotated[str, typer.Option(help="dynamiq, bf16 or f32")] = "dynamiq",
     bits: Annotated[float, typer.Option(help="DynamiQ: wire bits per coordinate")] = 5.0,
     topology: Annotated[str, typer.Option(help=f"DynamiQ: {' or '.join(TOPOLOGIES)}")] = "ring",

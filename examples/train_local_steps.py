@@ -25,6 +25,7 @@ import numpy as np
 import optax
 import train_llm as llm  # asks for 8 virtual CPU devices, before JAX looks for any
 import typer
+from llm_model import MODELS
 
 import dynamiq_jax as dq
 
@@ -89,7 +90,7 @@ def train(run: llm.Run, name: str, up: Any, down: Any, rule: Any, k: int, every:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     every: Annotated[int, typer.Option(min=1, help="local steps per outer step")] = 10,
     bits: Annotated[float, typer.Option(help="wire bits per coordinate of movements")] = 4.0,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,

@@ -26,7 +26,7 @@ import optax
 import train_llm as llm  # asks for 8 virtual CPU devices, before JAX looks for any
 import typer
 from flax import nnx
-from llm_model import Config, Llama, linear
+from llm_model import MODELS, Config, Llama, linear
 
 import dynamiq_jax as dq
 
@@ -129,7 +129,7 @@ def make_programs(run: llm.Run, make_layer: Any, exchange: Any, mean: Any) -> tu
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     bits: Annotated[int, typer.Option(min=2, max=14, help="of a code between experts")] = 8,
     experts: Annotated[int, typer.Option(min=1, help="on each device")] = 1,
     capacity: Annotated[float, typer.Option(help="places of an expert, over its share")] = 1.25,

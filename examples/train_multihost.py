@@ -57,7 +57,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from llm_data import Corpus, load_corpus
-from llm_model import CONFIGS, Config, init_params, make_loss
+from llm_model import CONFIGS, MODELS, Config, init_params, make_loss
 from rich.console import Console
 from train_llm import (
     RECIPES,
@@ -363,7 +363,7 @@ def choose(bits: float) -> dq.Compression:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     bits: Annotated[float, typer.Option(help="wire bits per coordinate")] = 5.0,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="sequences per device")] = None,

@@ -27,7 +27,7 @@ import train_llm as llm  # asks for 8 virtual CPU devices, before JAX looks for 
 import typer
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from llm_model import CONFIGS, Stages
+from llm_model import CONFIGS, MODELS, Stages
 from train_llm import AXIS, RECIPES, Result, Run
 
 import dynamiq_jax as dq
@@ -143,7 +143,7 @@ def policy_of(way: str, bits: float) -> dq.Policy:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     way: Annotated[str, typer.Option(help=f"one of {', '.join(WAYS)}")] = "data",
     bits: Annotated[float, typer.Option(help="wire bits per coordinate of gradients")] = 5.0,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,

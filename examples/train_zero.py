@@ -26,7 +26,7 @@ import optax
 import train_llm as llm
 import typer
 from jax.sharding import PartitionSpec as P
-from llm_model import CONFIGS
+from llm_model import CONFIGS, MODELS
 from train_llm import AXIS, RECIPES, Result, Run
 
 import dynamiq_jax as dq
@@ -89,7 +89,7 @@ def held(opt_state: Any) -> int:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="tiny, 125m or 1b")] = "tiny",
+    model: Annotated[str, typer.Option(help=MODELS)] = "tiny",
     bits: Annotated[float, typer.Option(help="wire bits per coordinate of gradients")] = 5.0,
     difference_bits: Annotated[float, typer.Option(help="the same of differences")] = 2.5,
     steps: Annotated[int | None, typer.Option(min=1, help="default: the model's recipe")] = None,
