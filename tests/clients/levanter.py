@@ -79,7 +79,8 @@ def train(steps: int, explicit: bool) -> Trained:
     config = trainer.TrainerConfig(
         tracker=NoopConfig(), train_batch_size=ROWS, num_train_steps=steps, mesh=mesh,
         log_jaxprs=False, log_xla_hlo=False, use_explicit_mesh_axes=explicit,
-        require_accelerator=False, log_dir=Path(tempfile.mkdtemp()), checkpointer=CheckpointerConfig(base_path="/nonexistent"),
+        require_accelerator=False, log_dir=Path(tempfile.mkdtemp()),
+        checkpointer=CheckpointerConfig(base_path="/nonexistent"),
     )  # fmt: skip
     config.initialize()
     optimizer = optax.adamw(0.003)
