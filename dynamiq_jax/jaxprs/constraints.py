@@ -262,7 +262,8 @@ def _run_map(params: dict[str, Any], axis: Axis, operands: list[Any], copies: _A
     Raises:
       ValueError: it splits arrays over these axes, of which this worker's rows are one part.
     """
-    names = _Axes(params.get("newly_manual_axes", params.get("manual_axes")))
+    manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    names = _Axes(params[manual])
     around = names & {*get_abstract_mesh().manual_axes}
     entries = [entry for spec in (*params["in_specs"], *params["out_specs"]) for entry in spec]
     if any(_without(entry, around) != entry for entry in entries):
