@@ -12,6 +12,7 @@ for hosts with slow links. One that ends with an error leaves its rows as they w
 import argparse
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -105,6 +106,15 @@ def merged(kept: Any, found: Any, command: str, place: str) -> None:
     kept["about"], kept["command"] = found["about"], command
 
 
+def scanned(kept: Any, found: Any, command: str, place: str) -> None:
+    """Puts rows of `step_time.py` in the place of those of the same ways."""
+    (new,) = found["runs"]
+    names = ("method", "step_ms", "p10_ms", "p90_ms", "temporary_bytes", "trace_s", "compile_s")
+    rows = {row["method"]: row for row in kept.get("rows", [])}
+    rows |= {row["method"]: {name: row[name] for name in names} for row in new["rows"]}
+    kept |= {"about": new["about"], "command": command, "rows": list(rows.values())}
+
+
 def long(kept: Any, found: Any, command: str, place: str) -> None:
     """Takes rows of `training.py` as one run: they are compared with each other alone."""
     rows = []
@@ -141,6 +151,11 @@ def step_time(place: str, ahead: str, options: str, needs: str) -> Job:
 ALL = "none,bf16-psum,bf16-zero,bf16-fsdp,dp:mxfp8,dp:mxfp4"
 OURS = "dp:5,dp:4,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,zero-pipeline:4d/2.5,fsdp-keep:5/8"
 CHECKPOINTED = "fsdp:5/8,fsdp-checkpoint:5/8,fsdp-keep-checkpoint:5/8"
+SCANNED = (
+    "none,bf16-psum,auto:5,explicit:5,dp:5,zero:5/2.5,zero-explicit:5/2.5,zero-pipeline:5/2.5,"
+    "zero-dear:5/2.5,fsdp-keep:5/8"
+)
+SCANNED = re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", SCANNED)
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
 TABLES: dict[str, list[Job]] = {
@@ -165,6 +180,10 @@ TABLES: dict[str, list[Job]] = {
                   f"{OURS},zero-explicit:5/2.5,{CHECKPOINTED}", TWO),
         step_time("NVLink; 4 × H200", "", f"--samples 5 --ways {ALL},psum:5,auto:5,explicit:5,"
                   f"{OURS},zero-explicit:5/2.5", "4 GPUs"),
+    ],
+    "scanned": [
+        step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 3 --steps 3 --ways {SCANNED}",
+                  ROOTED)._replace(file="scanned.json", take=scanned),
     ],
     "all-reduce": [
         Job("all_reduce.json", TWO, "CUDA_VISIBLE_DEVICES=0,1 python benchmarks/all_reduce.py"

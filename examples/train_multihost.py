@@ -70,7 +70,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
-from dynamiq_jax.hosts import Copies
+from dynamiq_jax.hosts import Copies, load_or_compile
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
@@ -321,6 +321,9 @@ def train(
     report("restored")
     sharding = NamedSharding(run.mesh, P(AXES))
     shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    program = run.model, run.recipe, run.method  # a restart loads it, if it depends on no more
+    step = load_or_compile(training.step, state, tokens, key=program)
     rows = own_rows(sharding, shape[0])
     times, preempted = [], False
     while len(losses) < run.recipe.steps and not preempted:
@@ -328,7 +331,7 @@ def train(
         report(len(losses))
         own = windows(corpus, len(losses), rows, shape[1], run.seed)
         tokens = jax.make_array_from_process_local_data(sharding, own, shape)
-        state, loss = training.step(state, tokens)
+        state, loss = step(state, tokens)
         losses.append(float(loss))  # waits for the step, and so for the slowest process
         times.append(time.perf_counter() - start)
         done = len(losses)

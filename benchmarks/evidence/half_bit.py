@@ -178,6 +178,13 @@ WITHOUT_NOISE = [
 ]  # fmt: skip
 
 
+RIVALS = [
+    "exact", "block-int:8", "sdp4bit", "sdp4bit/block-int:4", "block-int:4/block-int:8/whole",
+    "loco", "block-int:4",
+]  # fmt: skip
+"""int8 of blocks, SDP4Bit without and with differences, ZeRO++ and LoCo."""
+
+
 def _rows(model: str, init: str, methods: list[str]) -> list[tuple[str, str, str]]:
     return [(model, init, method) for method in methods]
 
@@ -189,6 +196,7 @@ QUEUES = {
     "floats": _rows("tiny", "unit", ["exact", *FLOATS]) + _rows("mid", "unit", FLOATS),
     "without-noise": _rows("tiny", "unit", ["exact", *WITHOUT_NOISE])
     + _rows("mid", "unit", WITHOUT_NOISE),
+    "rivals": _rows("mid", "unit", RIVALS) + _rows("tiny", "unit", RIVALS),
     "large": _rows("125m", "unit", ["exact", WITHOUT_NOISE[0], "bf16-psum", f"mxfp4/{OLD}"]),
     "gpt2": _rows("tiny", "gpt2", ["exact", *WITHOUT_NOISE[:3], f"mxfp4/{OLD}", TINY[7], TINY[5],
                                    FLOATS[-1], "bf16-psum", TINY[4]]),

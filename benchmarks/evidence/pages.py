@@ -194,6 +194,33 @@ def steps_table() -> str:
     return markdown(lines)
 
 
+SCANNED_OF = {
+    "none": "no gradient exchange",
+    "bf16-psum": "bf16 psum",
+    "auto:5": "`dq.value_and_grad`, 5 bits",
+    "explicit:5": "the same, Explicit axes",
+    "dp:5": "`dq.scan`, data parallel",
+    "zero:5/2.5": "`dq.optax.sharded`, 5 + 2.5 bits",
+    "zero-explicit:5/2.5": "the same, Explicit axes",
+    "zero-pipeline:5/2.5": "`dq.scan`, sharded",
+    "zero-dear:5/2.5": "`dq.scan`, sharded, deferred",
+    "fsdp-keep:5/8": "`dq.scan`, FSDP, payloads kept",
+}
+"""Ways with scanned layers, by names of `ways.py` without that."""
+
+
+def scanned_table() -> str:
+    """Milliseconds and temporaries of ways whose layers are scanned."""
+    rows = {row["method"].replace("-checkpoint-scanned", ""): row
+            for row in load("scanned.json")["rows"]}  # fmt: skip
+    lines = [("", "ms", "GiB of temporaries")]
+    for way, title in SCANNED_OF.items():
+        row = rows[way]
+        times = milliseconds([round(row[k], 1) for k in ("step_ms", "p10_ms", "p90_ms")])
+        lines.append((title, times, f"{row['temporary_bytes'] / 2**30:.1f}"))
+    return markdown(lines)
+
+
 def break_even_table() -> str:
     """Milliseconds of steps by rate, modelled and measured, and where bf16 wins."""
     found = load(STEPS)
@@ -715,6 +742,8 @@ def texts() -> dict[Path, str]:
     steps = caption("steps", told) + " " + " ".join(load(STEPS)["notes"])
     blocks = {
         "steps": f"{steps_table()}\n\n{steps}",
+        "scanned": f"{scanned_table()}\n\n" + caption(
+            "scanned", f"16 checkpointed layers, {model}, two hosts of one H200 at 25 Gb/s; {JAX}"),
         "break-even": break_even_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
             "all-reduce", f"one bf16 leaf per GPU, H200 with NV18 links; {JAX}")
