@@ -6,6 +6,7 @@ in the memory of its supervisor and of the next host's (`Copies`), and compiled 
 """
 
 from dynamiq_jax.hosts.copies import Copies, Copy
+from dynamiq_jax.hosts.pace import Slow, slow_hosts
 from dynamiq_jax.hosts.programs import load_or_compile
 
-__all__ = ["Copies", "Copy", "load_or_compile"]
+__all__ = ["Copies", "Copy", "Slow", "load_or_compile", "slow_hosts"]
