@@ -57,7 +57,7 @@ KINDS = {
     "gathering": "until the next processes start",
     "start": "Python, imports, and JAX's meeting",
     "restore": "placing and restoring the state",
-    "compile": "the first step, beyond the median step",
+    "compile": "loading or compiling the step, and the first step beyond the median one",
 }
 """{name: what the time is}, in the order in which they follow a step."""
 
@@ -164,15 +164,17 @@ def segments(
         hit = min((f["time"] for f in faults if starts[number] <= f["time"] <= end), default=end)
         begun = steps[number]
         joined = stages.get((number, "joined"), hit)
+        restored = stages.get((number, "restored"))
         first = min(begun.values(), default=hit)
         times = sorted(begun.items())
         each = [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(times)]
         median = statistics.median(each[1:] or each or [0.0])
+        restored = first if restored is None else min(restored, first)
         compiled = first + max((each or [0.0])[0] - median, 0)
         # The next generation repeats the steps from its own first one on.
         again = min(steps[after], default=None) if after else None
         kept = hit if again is None else next((t for step, t in times if step >= again), hit)
-        marks = [("start", starts[number]), ("restore", joined), ("compile", first),
+        marks = [("start", starts[number]), ("restore", joined), ("compile", restored),
                  ("steps", compiled), ("repeated", kept), ("detection", hit),
                  ("gathering", end), (None, starts.get(after, until))]  # fmt: skip
         for (kind, a), (_, b) in itertools.pairwise(marks):

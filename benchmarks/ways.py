@@ -2,11 +2,11 @@
 
 A name is ``WAY[-checkpoint][-scanned][:GRADIENTS[/OTHERS]]``, as ``zero-pipeline:5/2.5``. `KINDS`
 lists the ways. ``checkpoint`` computes each block again in the backward pass. ``scanned`` stacks
-the blocks, and runs them in a scan. GRADIENTS says how gradients
-travel. OTHERS says it of parameters' differences (zero) or of parameters (fsdp). Each is a number
-of bits of DynamiQ, with ``d`` after it for dither (``4d``), or a method of ``dynamiq-jax error``
-(``mxfp8``, ``f32``). Differences always have dither. Fewer than 2.375 bits (``4d/2``) have the
-widths 1 to 3, and no floor. A method alone (``dynamiq:5``) means ``dp:`` with it.
+the blocks, and runs them in a scan. GRADIENTS says how gradients travel. OTHERS says it of
+parameters' differences (zero) or of parameters (fsdp). Each is a number of bits of DynamiQ, with
+``d`` after it for dither (``4d``), a method of ``dynamiq-jax error`` (``mxfp8``, ``f32``), or
+``few`` of `dq.optax.few_bits`. Differences always have dither. Fewer than 2.375 bits (``4d/2``)
+have the widths 1 to 3, and no floor. A method alone (``dynamiq:5``) means ``dp:`` with it.
 
 ``f32`` turns each way into its exact twin: `tests/test_ways.py` compares these with plain JAX.
 """
@@ -144,7 +144,9 @@ class Training:
             method = f"dynamiq-dither:{bits[1]}" if dither or bits[2] else f"dynamiq:{bits[1]}"
             if float(bits[1]) < LEAST_BITS:
                 options = contenders.NARROW
-        made = contenders.make_method(method, **options)
+        few = dynamiq_jax.optax.few_bits()
+        known = contenders.METHODS | {"few": lambda: few.parameters if dither else few.gradients}
+        made = contenders.make_method(method, known, **options)
         native = contenders.is_native(made) or isinstance(made, dq.BF16 | dq.F32)
         return dq.Compression(made, topology=None if native else self.topology, **self.limits)
 

@@ -10,6 +10,7 @@ activations of unit variance at every width: embedding 1, matrices 1 / sqrt(inpu
 into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -274,6 +275,7 @@ def training_flops(config: Config, params: Any, tokens: int) -> float:
     return tokens * (6.0 * matrices + attention)
 
 
+@functools.cache
 def make_forward(config: Config) -> Callable[..., jax.Array]:
     """Returns ``forward(params, tokens, whole=...)``: the logits, as of `Llama`, in its dtype."""
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0))))

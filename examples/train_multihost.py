@@ -70,7 +70,7 @@ from train_llm import (
 )
 
 import dynamiq_jax as dq
-from dynamiq_jax.hosts import Copies
+from dynamiq_jax.hosts import Copies, load_or_compile, slow_hosts
 
 AXES = ("node", "gpu")  # the outer axis first: dq reduces over the inner one's fast links before it
 PROGRESS = "DYNAMIQ_JAX_PROGRESS"  # the variable by which a supervisor asks for progress
@@ -321,14 +321,18 @@ def train(
     report("restored")
     sharding = NamedSharding(run.mesh, P(AXES))
     shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    program = run.model, run.recipe, run.method  # a restart loads it, if it depends on no more
+    step = load_or_compile(training.step, state, tokens, key=program)
     rows = own_rows(sharding, shape[0])
-    times, preempted = [], False
+    reading, times, preempted = [], [], False
     while len(losses) < run.recipe.steps and not preempted:
         start = time.perf_counter()
         report(len(losses))
-        own = windows(corpus, len(losses), rows, shape[1], run.seed)
-        tokens = jax.make_array_from_process_local_data(sharding, own, shape)
-        state, loss = training.step(state, tokens)
+        batch = windows(corpus, len(losses), rows, shape[1], run.seed)
+        tokens = jax.make_array_from_process_local_data(sharding, batch, shape)
+        reading.append(time.perf_counter() - start)
+        state, loss = step(state, tokens)
         losses.append(float(loss))  # waits for the step, and so for the slowest process
         times.append(time.perf_counter() - start)
         done = len(losses)
@@ -342,6 +346,10 @@ def train(
             save(checkpoints, state, losses)
         if last or done % 10 == 0:
             log(f"step {done:4}  loss {losses[-1]:.4f}  {times[-1]:.3f} s")
+        if done % 50 == 0:
+            own, whole = (float(np.median(seconds[-50:])) for seconds in (reading, times))
+            for slow in slow_hosts(own, whole):
+                log(str(slow))
     if checkpoints:
         checkpoints.wait_until_finished()
     seconds = float(np.median(times[1:] or times or [np.nan]))  # times[0] compiles

@@ -1,6 +1,7 @@
 """`dq.scan`: gradients of stacked layers are those of `jax.lax.scan` and one reduction after it."""
 
 import dataclasses
+import re
 from functools import partial
 from typing import Any
 
@@ -389,3 +390,28 @@ def test_pending_differences_of_a_scan_have_the_bits_of_the_order_of_before(form
     assert_same_bits(found, before)
     assert_same_bits(found, plain)
     assert len({*map(float, found[0])}) == 3
+
+
+@pytest.mark.release
+def test_pending_differences_of_a_scan_take_no_second_copy_of_the_parameters():
+    """The rows of the copies become current in place: nothing else has their whole shape."""
+    params, x = model(3)
+    mesh, functions = auto_mesh(N), [embed, dq.Scanned(block), head]
+    optimizer = dq.optax.sharded(optax.sgd(0.3), "data", compression=F32, deferred=True)
+    state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(state)
+
+    def loss(masters, copies, pending, x):
+        options = {"specs": specs.masters, "copies": copies, "pending": pending}
+        return dq.overlapped(functions, masters, x, "data", compression=F32, **options)
+
+    def forward(copies, state, x):
+        own = lambda masters: loss(masters, copies, state.pending, x)
+        value, _, copies = jax.vjp(own, state.masters, has_aux=True)
+        return copies, lax.pmean(value, "data")
+
+    maps: Any = {"in_specs": (P(), specs, P("data")), "out_specs": P()}
+    program = jax.make_jaxpr(jax.shard_map(forward, mesh=mesh, **maps))(params, state, x)
+    shape = ",".join(map(str, params[1]["kernel"].shape))
+    assert f"f32[{shape}]" in str(program)
+    assert not re.search(rf"f32\[{shape}\]\S* = broadcast_in_dim", str(program))

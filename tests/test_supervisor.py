@@ -388,6 +388,7 @@ def test_goodput_counts_every_second_once():
     events = [event | {"generation": 1, "host": 0} for event in events]
     after = [{"event": "start", "time": 26.0}]
     after += [{"event": "stage", "time": 28.0, "reached": "joined"}]
+    after += [{"event": "stage", "time": 28.5, "reached": "restored"}]
     after += [{"event": "step", "time": 29.0, "reached": "12"}]
     after += [{"event": "step", "time": 31.0 + n, "reached": str(13 + n)} for n in range(5)]
     events += [event | {"generation": 2, "host": 0} for event in after]
@@ -397,8 +398,8 @@ def test_goodput_counts_every_second_once():
     seconds = {kind: 35 * share for kind, share in said["share"].items()}
     assert seconds == pytest.approx(
         # Steps: from 5 to 17, when step 12 began, and from 30, when the second compiled, to 40.
-        {"steps": 22, "repeated": 3, "detection": 3, "gathering": 3, "start": 2, "restore": 1,
-         "compile": 1}
+        {"steps": 22, "repeated": 3, "detection": 3, "gathering": 3, "start": 2, "restore": 0.5,
+         "compile": 1.5}
     )  # fmt: skip
     assert said["recoveries"] == [{"fault": "host killed", "seconds": pytest.approx(10)}]
     for before, behind in zip(found, found[1:], strict=False):

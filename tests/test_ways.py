@@ -52,7 +52,8 @@ COMPRESSED = [
     for name in ([f"{name}:{'/'.join(kind.methods)}"] if kind.methods else [])
 ] + [
     "dp-layers-checkpoint:5", "fsdp-checkpoint:5/8", "fsdp-layers-checkpoint:5/8",
-    "zero-pipeline:4d/2", "zero-dear:4d/2", "dp-checkpoint-scanned:5",
+    "zero-pipeline:4d/2", "zero-dear:4d/2", "zero:few/few", "zero-dear:few/few",
+    "dp-checkpoint-scanned:5",
     "zero-pipeline-checkpoint-scanned:5/2.5", "zero-dear-checkpoint-scanned:5/2.5",
     "fsdp-checkpoint-scanned:5/8", "fsdp-keep-checkpoint-scanned:5/8",
     "fsdp-explicit-checkpoint:5/8", "fsdp:4d/bf16", "dp:mxfp8", "explicit:mxfp8",

@@ -30,7 +30,7 @@ WAYS = {
 BITS = {"bf16 psum": 32, "5 bits": 10, "sharded, 5 + 2.5": 7.5}
 """Bits of a coordinate on its way to the owner of its slice and back."""
 INSIDE = {"bf16 psum": 0, "5 bits": 32, "sharded, 5 + 2.5": 18.5}
-"""The same inside of a host: gradients in bf16, finished sums too, differences at 2.5 bits. NCCL's
+"""Bits inside of a host: gradients in bf16, finished sums too, differences at 2.5 bits. NCCL's
 ring sends beside what goes between hosts."""
 
 Column = Mapping[str, Sequence[float]]
@@ -67,7 +67,7 @@ class Model:
         return 1e3 * gbit / (column["bf16-psum"][0] - column["none"][0])
 
     def gbit_sent(self, way: str, sizes: Sizes) -> float:
-        """What each GPU sends to other hosts: ours the slices of its own, bf16 psum in a ring."""
+        """Gigabits a GPU sends to other hosts: ours slices of its own, bf16 psum in a ring."""
         hosts, gpus = sizes
         n = hosts * gpus if way == "bf16 psum" else hosts
         return BITS[way] * self.gbit * (n - 1) / n / gpus

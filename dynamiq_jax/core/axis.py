@@ -224,3 +224,21 @@ class Axis:
     def _grouped(self) -> dict[str, Any]:
         """Arguments of `jax.lax`'s collectives that name the workers."""
         return {"axis_name": self.name, "axis_index_groups": self.groups}
+
+
+def together(*trees: Any) -> tuple[Any, ...]:
+    """Passes trees through a barrier: users of one of their arrays wait for all of them.
+
+    JAX lets what passes a barrier vary over all axes over which one of the arrays does.
+    """
+
+    def as_before(held: Array, x: Array) -> Array:
+        return assume_invarying(held, tuple(sorted(varying_axes(held) - varying_axes(x))))
+
+    def passes(x: Array) -> bool:
+        return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+    leaves, treedef = jax.tree.flatten(trees)
+    moving = list(filter(passes, leaves))
+    held = iter(map(as_before, lax.optimization_barrier(moving), moving))
+    return treedef.unflatten(next(held) if passes(x) else x for x in leaves)

@@ -15,10 +15,12 @@ import dataclasses
 import errno
 import hashlib
 import json
+import os
 import selectors
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +45,8 @@ HEALTHY = 60.0
 """Seconds after which a generation that fails no longer counts as a failed restart."""
 SAVE = 120.0
 """Seconds that a process gets to save and to end after SIGTERM."""
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+"""The variable with the folder of compiled programs, one of this run's own by default."""
 PORTS = 10
 """JAX's coordination service takes one of as many ports above a supervisor's."""
 
@@ -102,6 +106,7 @@ class Supervisor:
         self.spare: Child | None = None
         """A process with imported modules that waits for the next start."""
         self._slots: Slots | None = None  # memory that outlives the process
+        self._env: dict[str, str] = {}
         self._spares = bool(settings.ready)
         self._steps = 0  # how many numbers of steps the process has told
         self.status: int | None = None
@@ -126,7 +131,9 @@ class Supervisor:
     def run(self) -> int:
         """Supervises until the run is over; returns the exit status."""
         datagrams = socket.socket(self.book.family, socket.SOCK_DGRAM)
-        with datagrams as self._socket, Slots.made() as self._slots:
+        programs = tempfile.TemporaryDirectory(prefix="dynamiq_jax_", ignore_cleanup_errors=True)
+        with datagrams as self._socket, Slots.made() as self._slots, programs as folder:
+            self._env = {CACHE: os.environ.get(CACHE, folder)}
             self._socket.setblocking(False)
             self._bind()
             self.book.watch()
@@ -307,7 +314,7 @@ class Supervisor:
             return spare
         if spare:
             spare.close()
-        return Child(command, env, _forward, slots=self._slots)
+        return Child(command, self._env | env, _forward, slots=self._slots)
 
     def _watch_spare(self) -> None:
         """Lets a process get ready, once the first step is over; says so if it ends."""
@@ -320,7 +327,7 @@ class Supervisor:
         elif self._spares and self._steps > 1:  # the first step compiles, and needs the cores
             command = list(self.settings.command)
             ready = self.settings.ready
-            self.spare = Child(command, {}, _forward, ready=ready, slots=self._slots)
+            self.spare = Child(command, self._env, _forward, ready=ready, slots=self._slots)
 
     def _watch(self) -> None:
         """While the process runs: ends it when the generation has failed or a host has come."""

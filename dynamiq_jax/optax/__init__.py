@@ -10,6 +10,7 @@ specs = dq.optax.state_specs(opt_state)  # of opt_state, for jax.shard_map
 ```
 """
 
+from dynamiq_jax.optax.few_bits import few_bits
 from dynamiq_jax.optax.replicated import AllReduceState, all_reduce
 from dynamiq_jax.optax.sharded import ShardedState, gathered, set_masters, sharded, warn_of_skipped
 from dynamiq_jax.optax.state import PerWorker, init, restore_state, state_specs
@@ -20,6 +21,7 @@ __all__ = [
     "PerWorker",
     "ShardedState",
     "all_reduce",
+    "few_bits",
     "gathered",
     "init",
     "pack",

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.compression.shards import divisions, gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, together
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.meshes import (
@@ -659,7 +659,8 @@ class _Update(NamedTuple):
             pending = dataclasses.replace(pending, ready=finite, words=words)
         added = [jnp.where(finite, x, jnp.zeros_like(x)) for x in found]
         own = {"masters": masters, "inner": inner, "pending": pending}
-        own["sent"] = given.sent(state, added)
+        # Users add `added` to the copies in place: XLA would keep those that are read later.
+        own["sent"], added = together(given.sent(state, added), added)
         return given.treedef.unflatten(added), _counted(state, finite, norm, **own)
 
     def _leaves(self, state: ShardedState, masters: list[Array], params: Any, op: Op) -> _Leaves:

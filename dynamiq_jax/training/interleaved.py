@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.compat import assume_invarying, varying_axes
+from dynamiq_jax.core.axis import Axis, together
 from dynamiq_jax.core.seeds import fold_seeds
+from dynamiq_jax.engine.run import all_at_once
 from dynamiq_jax.jaxprs.phases import SMALL, Progress, Slot, Traced, cut, seeds_of
 from dynamiq_jax.reduction.pending import Pending
 from dynamiq_jax.training.in_backward import Reducer
@@ -68,7 +67,8 @@ class Traces:
         likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike, small))
         found = (traced for other, traced in self._known if other == likeness)
         if (traced := next(found, None)) is None:
-            shapes = jax.make_jaxpr(function, return_shape=True)(own, words)
+            with all_at_once():  # a wait inside of a call would be a round
+                shapes = jax.make_jaxpr(function, return_shape=True)(own, words)
             traced = cut(*shapes, 0 if words is None else 1, small=small)
             self._known.append((likeness, traced))
         return Progress.start(traced, own, words, seeds=seeds.of(traced, number))
@@ -281,24 +281,6 @@ def arrive(progress: Progress | None, passing: Any) -> Any:
         if not progress.done:
             progress.exchange()
     return passing
-
-
-def together(*trees: Any) -> tuple[Any, ...]:
-    """Passes trees through a barrier: users of one of their arrays wait for all of them.
-
-    JAX lets what passes a barrier vary over all axes over which one of the arrays does.
-    """
-
-    def as_before(held: Array, x: Array) -> Array:
-        return assume_invarying(held, tuple(sorted(varying_axes(held) - varying_axes(x))))
-
-    def passes(x: Array) -> bool:
-        return x.dtype != jax.dtypes.float0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-    leaves, treedef = jax.tree.flatten(trees)
-    moving = list(filter(passes, leaves))
-    held = iter(map(as_before, lax.optimization_barrier(moving), moving))
-    return treedef.unflatten(next(held) if passes(x) else x for x in leaves)
 
 
 def without(pull: Callable, known: Any) -> Callable:

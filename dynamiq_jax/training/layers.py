@@ -240,14 +240,12 @@ class Layers(NamedTuple):
 
         pends, keeps = gathers.pending is not None, gathers.keeps
         kept = lambda progress: progress.payload if keeps else None
-        current = None
-        if pends:
-            zeros = jax.tree.map(lambda x: axis.like(jnp.zeros_like(x), x), taken[1])
-            current = _put(zeros, mine.result, loop.place(0))
+        # The carry has the copies, whose rows become current in place.
+        current = _put(taken[1], mine.result, loop.place(0)) if pends else None
 
         def turn(carry: Any, t: Array) -> tuple[Any, Any]:
             x, own, payload, current = carry
-            coming = self.start(gathers, taken, t + 1)
+            coming = self.start(gathers, (taken[0], current) if pends else taken, t + 1)
             x, output, pull = applied(own, send(coming, x))
             x = arrive(coming, x)
             if pends:

@@ -241,15 +241,17 @@ def _copied(parts: list[Array]) -> Array:
     parts of a shape as long as it does not know where they begin. It knows the unit, a divisor of
     up to 16 coordinates, so that it copies whole words.
     """
-    shape = parts[0].shape[:-1]
-    sizes = [part.shape[-1] for part in parts]
-    begins = np.cumsum([0, *sizes[:-1]])
-    units = [math.gcd(int(begin), 16) for begin in begins]
+    first, *others = parts
+    begins = np.cumsum([part.shape[-1] for part in parts])
+    units = [math.gcd(int(begin), 16) for begin in begins[:-1]]
     counts = lax.optimization_barrier(
-        [np.uint32(b // u) for b, u in zip(begins, units, strict=True)]
+        [np.uint32(begin // unit) for begin, unit in zip(begins, units, strict=False)]
     )
-    whole = lax.empty((*shape, sum(sizes)), parts[0].dtype)
-    for part, count, unit in zip(parts, counts, units, strict=True):
+    # `lax.empty` would write less, but waits for nothing: XLA takes the memory of all buckets of a
+    # program at its start.
+    rest = [(0, 0, 0)] * (first.ndim - 1) + [(0, int(begins[-1] - begins[0]), 0)]
+    whole = lax.pad(first, jnp.zeros((), first.dtype), rest)
+    for part, count, unit in zip(others, counts, units, strict=True):
         start = count * np.uint32(unit)
         whole = lax.dynamic_update_slice_in_dim(whole, part, start, axis=-1)
     return whole

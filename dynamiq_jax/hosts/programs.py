@@ -1,0 +1,170 @@
+"""Compiled programs that outlive a process: the next one neither traces, lowers nor compiles.
+
+JAX's compilation cache spares a restart the compiler alone, and its key takes the traced and
+lowered program. Files of this module are found without: by shapes, versions and a key of the
+caller's, and they count only while all source files are as they were.
+"""
+
+import contextlib
+import hashlib
+import os
+import pickle
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+import numpy as np
+from jax.experimental import multihost_utils, serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding
+
+from dynamiq_jax.core.warned import warn
+
+READ = "XLA_", "LIBTPU_", "NCCL_", "CUDA_"
+"""How variables begin that compilers and topologies read."""
+Source = tuple[int, int]
+"""A source file as Python's own caches tell it from others: time of its change, and its bytes."""
+
+
+def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
+    """Returns the compiled ``step``, loaded if an earlier process of this host has compiled it.
+
+    All processes of a run call it alike, as they call a collective::
+
+        step = load_or_compile(step, state, batch, key=(config, learning_rate))
+        state, loss = step(state, batch)
+
+    Programs are kept in the folder ``jax_compilation_cache_dir``, which `dynamiq-jax run` sets. It
+    must be as trustworthy as the script, since what is loaded from it runs. They are loaded if
+    every process has one that was compiled for the same ``args``, ``key``, devices, versions and
+    configuration of JAX, and no source file of an imported module has changed since. Without the
+    folder ``step`` comes back as it is.
+
+    Args:
+      step: a function that `jax.jit` or `dynamiq_jax.jit` returns.
+      args: its arguments; arrays, or `jax.ShapeDtypeStruct`s with shardings.
+      key: everything else that the program depends on, such as sizes and rates that ``step`` closes
+        over: its ``repr`` must tell two programs apart. A value that is left out, and differs in
+        the next process, is that of the first one in the loaded program.
+
+    Returns:
+      A function of the same arguments.
+
+    Raises:
+      ValueError: the ``repr`` of ``key`` has the address of an object, which changes.
+    """
+    if re.search(" at 0x[0-9a-f]+", repr(key)):
+        raise ValueError(f"key={key!r}: an address differs in the next process; give plain values")
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if not folder or "://" in folder:  # files of a cloud's store are JAX's own matter
+        return step
+    lower = step.lower  # `dynamiq_jax.jit` sets variables of NCCL here, loaded or not
+    common = _digest(step, args, key)
+    me = jax.process_index()
+    file = Path(folder) / f"dynamiq_jax-{common.hexdigest()[:32]}-{me}.program"
+    found = _loaded(file, args)
+    words = np.frombuffer(common.digest()[:16], np.uint32)
+    told = np.append(words, np.uint32(found is not None))
+    everywhere = np.asarray(multihost_utils.process_allgather(told)).reshape(-1, told.size)
+    # Tracing may ask all processes, so none of them loads what another one traces.
+    if found is not None and (everywhere == told).all():
+        return found
+    with _without_cache():
+        step.clear_cache()
+        compiled = lower(*args).compile()
+    _keep(file, compiled)
+    return compiled
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Lets JAX compile itself: on CPU what came from its cache serializes without its functions."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def _digest(step: Any, args: Any, key: object) -> Any:
+    """Facts that all processes have alike, on which programs depend."""
+    leaves, tree = jax.tree.flatten(args)
+    device = jax.devices()[0]
+    facts = [
+        jax.__version__, jaxlib.version.__version__, device.client.platform_version,
+        [(d.id, d.device_kind, d.process_index) for d in jax.devices()],
+        sorted(pair for pair in os.environ.items() if pair[0].startswith(READ)),
+        # Each host may have a cache of its own.
+        sorted((k, repr(v)) for k, v in jax.config.values.items() if "cache" not in k),
+        getattr(step, "__qualname__", type(step).__qualname__), tree, key,
+        jax.sharding.get_abstract_mesh(),
+        [(np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), _where(leaf))
+         for leaf in leaves],
+    ]  # fmt: skip
+    return hashlib.sha256("\n".join(map(repr, facts)).encode())
+
+
+def _where(leaf: Any) -> Any:
+    """Where a leaf lies, with the order of devices, which a mesh does not show."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding, [device.id for device in _devices(sharding)]
+
+
+def _devices(sharding: Any) -> list[Any]:
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+    return [*mesh.devices.flat] if isinstance(mesh, Mesh) else []
+
+
+def _sources() -> dict[str, Source]:
+    """The files of all modules that this process has imported."""
+    files = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+    found = {}
+    for file in filter(None, files):
+        with contextlib.suppress(OSError):  # of a zip file, or of no file
+            found[os.path.abspath(file)] = _source(file)
+    return found
+
+
+def _source(file: str) -> Source:
+    stat = os.stat(file)
+    return stat.st_mtime_ns, stat.st_size
+
+
+def _loaded(file: Path, args: Any) -> Any:
+    """The program of a file; `None` if there is none that counts."""
+    try:
+        with file.open("rb") as opened:
+            sources = pickle.load(opened)
+            if any(_source(name) != source for name, source in sources.items()):
+                return None
+            serialized, in_tree, out_tree = pickle.load(opened)
+        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+        devices = next(filter(None, map(_devices, shardings)), None)
+        return serialize_executable.deserialize_and_load(
+            serialized, in_tree, out_tree, execution_devices=devices
+        )
+    except OSError:  # no such program, or no such module any more
+        return None
+    except Exception as error:  # whatever is wrong with it, the step can be compiled
+        warn(f"{file}: {type(error).__name__}: {error}; the step is compiled instead")
+        return None
+
+
+def _keep(file: Path, compiled: Any) -> None:
+    """Writes a program, for which a process that is killed leaves no half file."""
+    try:
+        program = serialize_executable.serialize(compiled)
+        data = pickle.dumps(_sources()) + pickle.dumps(program)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_suffix(f".{os.getpid()}")
+        half.write_bytes(data)
+        half.replace(file)
+    except Exception as error:  # JAX's backends refuse in ways of their own
+        warn(f"{file}: {type(error).__name__}: {error}; the next start compiles the step again")

@@ -1,0 +1,203 @@
+"""Compiled programs that outlive a process: which ones are loaded, and what they compute."""
+
+import os
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asserts import assert_same_bits
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import KEPT, coordinator, outputs
+
+import dynamiq_jax as dq
+from dynamiq_jax.hosts import load_or_compile
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """JAX's cache of compiled programs, for a test."""
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = [getattr(jax.config, name) for name in names]
+
+    def configure(values):
+        for name, value in zip(names, values, strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    configure([str(tmp_path / "cache"), 0.0])
+    yield tmp_path / "cache"
+    configure(before)
+
+
+def step_of(rate=0.5):
+    """A step with a key, whose compilations are counted."""
+
+    def step(state, x):
+        noise = jax.random.normal(state["key"], state["w"].shape)
+        w = state["w"] - rate * (jnp.tanh(x) @ x.T @ state["w"] + noise)
+        return state | {"w": w}, jnp.sum(w)
+
+    return Counted(dq.jit(step, donate_argnums=0))
+
+
+class Counted:
+    """A jitted function that counts how often it is lowered."""
+
+    def __init__(self, jitted):
+        self.jitted, self.count, self.clear_cache = jitted, 0, jitted.clear_cache
+
+    def __call__(self, *args):
+        return self.jitted(*args)
+
+    def lower(self, *args):
+        self.count += 1
+        return self.jitted.lower(*args)
+
+
+def arguments(devices=slice(None)):
+    """A state and rows on a mesh of some of the devices."""
+    mesh = Mesh(np.array(jax.devices()[devices]), ("data",), axis_types=(AxisType.Auto,))
+    x = np.random.default_rng(0).standard_normal((8, 16), np.float32)
+    w = np.random.default_rng(1).standard_normal((8, 4), np.float32)
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    state = {"key": jax.device_put(jax.random.key(3), whole), "w": jax.device_put(w, whole)}
+    return state, jax.device_put(x, rows)
+
+
+def results(step, arguments):
+    state, total = step(*arguments)
+    return [np.asarray(state["w"]), np.asarray(total)]
+
+
+@pytest.mark.parametrize("devices", [slice(None), slice(None, None, -1), slice(2, 4)])
+def test_a_loaded_program_computes_the_same_bits(folder, devices):
+    """On any devices in any order, and though JAX's own cache had the program before."""
+    given = arguments(devices)
+    expected = results(step_of(), given)
+    donated = [leaf.is_deleted() for leaf in jax.tree.leaves(given)]
+    assert any(donated)
+    jax.clear_caches()
+    first, second = step_of(), step_of()
+    assert_same_bits(results(first, arguments(devices)), expected)  # from JAX's cache
+    compiled = load_or_compile(first, *arguments(devices), key=0.5)
+    assert_same_bits(results(compiled, arguments(devices)), expected)
+    jax.clear_caches()
+    loaded = load_or_compile(second, *arguments(devices), key=0.5)
+    assert_same_bits(results(loaded, given := arguments(devices)), expected)
+    assert (first.count, second.count) == (1, 0)
+    assert [leaf.is_deleted() for leaf in jax.tree.leaves(given)] == donated
+    assert jax.config.jax_enable_compilation_cache
+
+
+def test_another_program_is_not_taken_for_it(folder, monkeypatch):
+    """Another key, shape, place, setting, or variable that compilers read."""
+    state, x = arguments()
+    load = lambda step, *args, key=0: load_or_compile(step, *args, key=key)
+    load(step_of(), state, x)
+    again = step_of()
+    load(again, state, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding))
+    assert again.count == 0
+    others = [
+        ((state, x), 1), ((state, jnp.concatenate([x, x], axis=1)), 0),
+        (arguments(slice(None, None, -1)), 0),
+    ]  # fmt: skip
+    for args, key in others:
+        other = step_of()
+        load(other, *args, key=key)
+        assert other.count == 1
+    with jax.default_matmul_precision("highest"):
+        load(precise := step_of(), state, x)
+    monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
+    load(slow := step_of(), state, x)
+    assert (precise.count, slow.count) == (1, 1)
+
+
+def test_a_changed_source_file_lets_the_step_compile_again(folder, tmp_path, monkeypatch):
+    file = tmp_path / "model.py"
+    file.write_text("rate = 0.5")
+    module = types.ModuleType("model_of_a_test")
+    module.__file__ = str(file)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    counts = []
+    for change in (lambda: None, lambda: None, lambda: file.write_text("rate = 0.25"),
+                   lambda: os.utime(file, ns=(0, 0)), file.unlink, lambda: None):  # fmt: skip
+        change()
+        step = step_of()
+        load_or_compile(step, *arguments(), key=0)
+        counts.append(step.count)
+    assert counts == [1, 0, 1, 1, 1, 0]
+
+
+def test_a_broken_file_is_named_and_the_step_compiled(folder):
+    load_or_compile(step_of(), *arguments(), key=0)
+    (file,) = folder.glob("dynamiq_jax-*.program")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match=rf"{file}: .*; the step is compiled instead"):
+        load_or_compile(step := step_of(), *arguments(), key=0)
+    assert step.count == 1
+    load_or_compile(step, *arguments(), key=0)
+    assert step.count == 1
+
+
+def test_what_cannot_be_kept_is_said(folder):
+    folder.write_text("no folder")
+    with pytest.warns(UserWarning, match="the next start compiles the step again"):
+        load_or_compile(step_of(), *arguments(), key=0)
+
+
+def test_a_key_with_an_address_is_refused(folder):
+    with pytest.raises(ValueError, match=r"key=<function .* at 0x.*: an address differs"):
+        load_or_compile(step_of(), *arguments(), key=step_of)
+
+
+def test_without_a_folder_the_step_comes_back(monkeypatch):
+    step = step_of()
+    assert load_or_compile(step, *arguments(), key=0) is step
+
+
+PROCESS = """
+import sys, warnings
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+address, me, cache = sys.argv[1:]
+jax.config.update("jax_compilation_cache_dir", cache)
+jax.distributed.initialize(address, 2, int(me))
+from dynamiq_jax.hosts import load_or_compile
+mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
+x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.ones((1, 8)), (2, 8))
+traced = []
+@jax.jit
+def step(x):
+    traced.append(0)
+    return jnp.sum(jnp.sin(x))
+step = load_or_compile(step, x, key=0)
+print(len(traced), float(step(x)))
+"""
+
+
+@pytest.mark.release
+def test_processes_load_all_or_none(tmp_path):
+    """One that traces may wait for all others to do so."""
+    env = {name: os.environ[name] for name in KEPT if name in os.environ}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    caches = [tmp_path / str(i) for i in range(2)]
+
+    def run():
+        address = coordinator()
+        commands = [[sys.executable, "-c", PROCESS, address, str(i), str(caches[i])]
+                    for i in range(2)]  # fmt: skip
+        said = [text.splitlines()[-1].split() for text, _ in outputs(commands, env)]
+        assert len({total for _, total in said}) == 1
+        return [int(count) for count, _ in said]
+
+    assert run() == [1, 1]
+    assert run() == [0, 0]
+    (file,) = caches[1].glob("*.program")
+    file.unlink()
+    assert run() == [1, 1]
+    assert run() == [0, 0]
