@@ -1,9 +1,10 @@
-"""Measures the host memory of `Copies.restore`, in processes with a state of `MIB`.
+"""Measures the host memory of `Copies`, in processes with a state of `MIB`.
 
     python copies_memory_worker.py ADDRESS PROCESSES PROCESS
 
-It prints, as JSON, by how many times the state's bytes memory grows at most: with all copies, and
-without those of the last process. CPU devices have their arrays in host memory, too.
+It prints, as JSON, by how many times the state's bytes memory grows at most: while a copy is saved,
+restored with all copies, and restored without those of the last process. CPU devices have their
+arrays in host memory, too.
 """
 
 import ctypes
@@ -18,7 +19,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.hosts.copies import Copies
+from dynamiq_jax.hosts import copies
+from dynamiq_jax.hosts.copies import PIECE, Copies
 from dynamiq_jax.hosts.slots import Slots
 
 MIB, LEAVES = 128, 16
@@ -36,22 +38,27 @@ def memory(what):
         return next(1024 * int(line.split()[1]) for line in file if line.startswith(f"{what}:"))
 
 
-def growth(shapes):
-    """The most that memory grows while a copy is restored, over the bytes of the state."""
+def growth(act):
+    """The result of ``act``, and the most that memory grows meanwhile, over the state's bytes."""
     jax.experimental.multihost_utils.sync_global_devices("begin")
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # the C library gives back what is free
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the peak counts from here
     before = memory("VmRSS")
-    copy = Copies().restore(shapes)
-    most = memory("VmHWM") - before
+    result = act()
+    return result, (memory("VmHWM") - before) / (MIB * 2**20)
+
+
+def restored(shapes):
+    """The growth of a restore."""
+    copy, most = growth(lambda: Copies().restore(shapes))
     assert copy and copy.step == 1
     for number, leaf in enumerate(copy.state):
         assert leaf.sharding == shapes[number].sharding
         for shard in leaf.addressable_shards:
             np.testing.assert_array_equal(shard.data, values(number)[shard.index])
-    return most / (MIB * 2**20)
+    return most
 
 
 def main(address, processes, process):
@@ -61,13 +68,18 @@ def main(address, processes, process):
     shapes = [jax.ShapeDtypeStruct(SHAPE, np.float32, sharding=s) for s in shardings]
     with Slots.made() as slots, Slots.made() as empty:
         os.environ |= slots.environment
-        Copies().save(1, [
+        state = [
             jax.make_array_from_callback(SHAPE, s, lambda index, i=i: values(i)[index])
             for i, s in enumerate(shardings)
-        ])  # fmt: skip
-        found = [growth(shapes)]
+        ]
+        copies.PIECE = 2**22  # what travels at a time
+        Copies().save(0, state)  # compiles
+        found = [growth(lambda: Copies().save(1, state))[1]]
+        copies.PIECE = PIECE
+        state.clear()
+        found.append(restored(shapes))
         os.environ |= (empty if process == processes - 1 else slots).environment
-        found.append(growth(shapes))
+        found.append(restored(shapes))
         print(json.dumps(found))
         jax.experimental.multihost_utils.sync_global_devices("end")
 

@@ -132,8 +132,11 @@ class TestDecision:
         assert decide(rows(104)).setting.method == dq.DynamiQ(bits=4)
 
     def test_a_model_that_is_too_small_travels_natively(self):
-        said = decide([native(1.0)], reason="bucket of 10 < min_bucket_size 20")
-        assert "everything would travel natively (bucket of 10 < min_bucket_size 20)" in text(said)
+        said = decide([native(1.0)], reason="bucket of 10 coordinates < min_bucket_size 20")
+        assert (
+            "everything would travel natively (bucket of 10 coordinates < min_bucket_size 20)"
+            in text(said)
+        )
         assert said.setting == dq.Compression(dq.BF16())
 
     def test_the_fastest_topology_of_equally_fast_ones_that_of_less_error(self):
@@ -235,7 +238,7 @@ class TestCommand:
     def test_a_model_that_is_too_small_is_not_measured_compressed(self):
         said = plain(ran("advise", "10K", "--repeats", 1).output)
         assert "everything would travel natively" in said
-        assert "10,000 coordinates; exact: bucket of 10000 < min_bucket_size" in said
+        assert "10,000 coordinates; exact: bucket of 10000 coordinates < min_bucket_size" in said
 
     @pytest.mark.parametrize(
         ("cpu", "arguments", "expected"),

@@ -31,7 +31,7 @@ def test_every_leaf_has_a_route_and_a_reason():
     assert found == {
         "['big']": "compressed",
         "['half'][0]": "compressed",
-        "['few']": "exact: bucket of 5000 < min_bucket_size 262144",
+        "['few']": "exact: bucket of 5000 coordinates < min_bucket_size 262144",
         "['bias']": "exact: size 300 < min_leaf_size 4096",
         "['step']": "exact: dtype int32",
         "['phase']": "exact: dtype complex64",
@@ -240,9 +240,10 @@ def test_a_way_whose_leaves_travel_natively_says_so():
     found = explain(dq.DynamiQ())
     assert {row.route for row in found.rows} == {"compressed"}
     lines = str(found).splitlines()
-    why = "100% of the bytes travel natively; ['b']: bucket of 3125 < min_bucket_size 8000"
+    all_of_it = "100% of the bytes travel natively"
+    why = f"{all_of_it}; ['b']: bucket of 3125 coordinates < min_bucket_size 8000"
     assert f"sharded updates: {why}" in lines
-    why = "100% of the bytes travel natively; ['a']: bucket of 768 < min_bucket_size 1000"
+    why = f"{all_of_it}; ['a']: bucket of 768 coordinates < min_bucket_size 1000"
     assert f"FSDP: {why}" in lines  # an eighth of the leaf and of the limit
     for method in (dq.F32(), None):  # as it was asked, and compressed
         assert not any(

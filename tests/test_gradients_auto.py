@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
-from workers import compilations, mesh_of, network, put
+from workers import WHOLE, compilations, mesh_of, network, put
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.metrics import vnmse
@@ -581,6 +581,54 @@ def test_constraints_beside_collectives(op):
     (value, aux), grads = jax.jit(ours(both, mesh, specs=P(), **options))(params, batch)
     assert_close((value, grads), plain(loss))
     assert_close((aux["mean"], aux["w"]), (plain(loss)[0], 2 * params["up"]))
+
+
+def mapped_loss(function, mesh, spec=WHOLE, **options):
+    """A loss that maps over the data axis itself, as kernels of others do."""
+
+    def own(params, batch):
+        x = lax.with_sharding_constraint(batch["x"], P("data"))
+        into = {"mesh": mesh, "in_specs": spec, "out_specs": spec} | options
+        x = jax.shard_map(function, **into)(jnp.tanh(x @ params["up"]) @ params["down"])
+        return jnp.mean(jnp.square(x))
+
+    return own
+
+
+def varying_sum(x):
+    return lax.psum(lax.pcast(jnp.sin(x), "data", to="varying"), "data") / 8
+
+
+def numbered(x):
+    return x * lax.axis_index("data").astype(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [(varying_sum, {}), (jax.checkpoint(jnp.sin), {"check_vma": False})],
+)
+def test_a_map_of_the_loss_over_the_data_axes_maps_over_copies(function, options):
+    """Its sums are of one worker's values, also those of JAX's derivative."""
+    (params, batch), mesh = arrays(), mesh_of(8)
+    alone = lambda p, b: jnp.mean(jnp.square(jnp.sin(jnp.tanh(b["x"] @ p["up"]) @ p["down"])))
+    f = ours(mapped_loss(function, mesh, **options), mesh, specs=P())
+    assert_close(jax.jit(f)(params, batch), plain(alone))
+
+
+@pytest.mark.parametrize(
+    ("function", "spec", "said"),
+    [
+        (jnp.sin, P(), "cannot split them"),  # its derivative does
+        (jnp.sin, P("data"), "cannot split them"),
+        (jax.checkpoint(numbered), P(), "cannot call axis_index"),
+    ],
+)
+def test_a_map_of_the_loss_that_tells_workers_apart_is_refused(function, spec, said):
+    (params, batch), mesh = arrays(), mesh_of(8)
+    batch = {"x": np.tile(batch["x"], (8, 1))}
+    f = ours(mapped_loss(function, mesh, spec, check_vma=False), mesh, specs=P())
+    with pytest.raises(ValueError, match=said):
+        jax.make_jaxpr(f)(params, batch)
 
 
 def test_constraints_beside_weights_keys_and_maps():

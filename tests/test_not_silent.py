@@ -7,6 +7,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from cases import CHEAP
 from jax.sharding import PartitionSpec as P
@@ -67,7 +68,9 @@ class TestLargeLeavesThatTravelNatively:
         return dq.explain({"w": LARGE}, N, compression=method, verbose=False).rows[0].route
 
     def test_a_limit_that_nobody_set_warns(self):
-        with pytest.warns(UserWarning, match=r"'w'.*90000 < min_bucket_size 131072.*min_bucket_b"):
+        with pytest.warns(
+            UserWarning, match=r"'w'.*90000 coordinates < min_bucket_size 131072.*min_bucket_b"
+        ):
             assert "min_bucket_size 131072" in self.run(dq.DynamiQ())
 
     def test_a_small_model_of_which_nothing_is_compressed_warns_once(self):
@@ -77,6 +80,17 @@ class TestLargeLeavesThatTravelNatively:
             traced(lambda x: dq.pmean(as_varying(x), "data"), {"a": leaf, "b": leaf, "c": SMALL})
         assert len(warned) == 1
         traced(lambda x: dq.pmean(as_varying(x), "data"), {"a": leaf, "loss": SMALL})
+
+    def test_sharded_updates_name_leaves_as_the_users_tree_does(self):
+        def run(params):
+            optimizer = dq.optax.sharded(optax.sgd(1.0), "data")
+            return optimizer.update(as_varying(params), optimizer.init(params), params)[0]
+
+        tree = {"layers": [jax.ShapeDtypeStruct((N, 22_500), jnp.float32)]}
+        with pytest.warns(UserWarning, match="a bucket of") as warned:
+            traced(run, tree)
+        names = [str(x.message).partition(" (")[0] for x in warned]
+        assert names == ["leaf ['layers'][0]"] * 2  # scattered, and gathered
 
     def test_within_error_feedback_too(self):
         method = dq.ErrorFeedback(dq.DynamiQ())

@@ -71,9 +71,17 @@ def expected(steps, max_norm=None):
 
 
 def created(optimizer, params):
-    """In a program that makes parameters: no array tells the mesh."""
+    """In a program that makes parameters: no array tells the mesh, and they stay whole."""
     values = jax.device_get(params)
-    return jax.jit(lambda: optimizer.init(jax.tree.map(jnp.asarray, values)))()
+
+    @jax.jit
+    def make(scale):
+        params = jax.tree.map(lambda x: x * scale, values)
+        return params, optimizer.init(params)
+
+    params, state = make(1.0)
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(params))
+    return state
 
 
 def under_a_set_mesh(optimizer, params):

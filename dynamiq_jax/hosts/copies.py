@@ -144,22 +144,18 @@ class Copies:
         for path, leaf in paths:
             _check(path, leaf)
         me, n = jax.process_index(), jax.process_count()
-        before = (me - 1) % n
-        moving = [number for number, leaf in enumerate(leaves) if _travels(leaf)]
-        blocks: dict[Block, np.ndarray] = {}
-        for number, leaf in enumerate(leaves):
-            blocks |= _blocks(number, leaf, me)
-        for number, arrived in _pass_on({i: leaves[i] for i in moving}):
-            blocks |= _blocks(number, arrived, me, leaves[number], before)
+        moving = {number: leaf for number, leaf in enumerate(leaves) if _travels(leaf)}
+        sizes = _all_sizes(leaves, moving)
         header = {
             "step": step, "session": divmod(self._session, 2**32), "number": self._number,
             "processes": n, "process": me, "whole": not moving, "note": note,
             "leaves": [[name_of(path), np.shape(leaf), np.dtype(leaf.dtype).name, impl]
                        for (path, leaf), impl in zip(paths, impls, strict=True)],
-            "blocks": [[*block, data.size] for block, data in blocks.items()],
+            "blocks": [[*block, size] for block, size in sizes.items()],
         }  # fmt: skip
-        self._slots.write(header, blocks.values())
-        return sum(data.size for data in blocks.values())
+        jax.block_until_ready(leaves)  # of a step that all began after their last copy
+        self._slots.write(header, _all_bytes(leaves, moving))
+        return sum(sizes.values())
 
     def restore(self, state: Tree) -> Copy[Tree] | None:
         """Returns the copy that was saved last, of those that all hosts together have whole.
@@ -330,36 +326,57 @@ def _travels(leaf: Any) -> bool:
     return len(held) < jax.process_count() or any(parts != held[0] for parts in held)
 
 
-def _blocks(
-    number: int, leaf: Any, me: int, sender: Any = None, owner: int | None = None
-) -> dict[Block, np.ndarray]:
-    """{block: its bytes} of what this process holds of a leaf.
-
-    Args:
-      number: the number of the leaf.
-      leaf: on this process's devices.
-      me: this process.
-      sender: the leaf where it came from, if it has travelled.
-      owner: the process that it came from.
-    """
+def _parts(leaf: Any, process: int) -> dict[tuple[tuple[int, int], ...], int]:
+    """{part of a leaf: which of a process's devices is the first that holds it}."""
     if not _spans(leaf):
-        data = np.asarray(leaf)
-        return {(number, tuple((0, n) for n in data.shape)): _as_bytes(data)}
-    held = _held(leaf)
-    parts = held.get(me, {})
-    if sender is not None:
-        assert owner is not None
-        parts = dict(zip(parts, _held(sender)[owner].values(), strict=True))
-    data = {shard.device: shard.data for shard in leaf.addressable_shards}
-    first = {part: device for device, part in reversed(parts.items())}
-    return {(number, part): _as_bytes(np.asarray(data[d])) for part, d in first.items()}
+        return {tuple((0, n) for n in leaf.shape): 0}
+    parts = [*enumerate(_held(leaf).get(process, {}).values())]
+    return {part: place for place, part in reversed(parts)}
+
+
+def _size(leaf: Any, part: tuple[tuple[int, int], ...]) -> int:
+    """The bytes of a part."""
+    return math.prod(stop - start for start, stop in part) * leaf.dtype.itemsize
+
+
+def _on_host(leaf: Any, place: int) -> np.ndarray:
+    """The bytes that a device of this process holds, or all of a leaf of this process."""
+    if _spans(leaf):
+        held = _held(leaf)[jax.process_index()]
+        shards = {shard.device: shard.data for shard in leaf.addressable_shards}
+        leaf = shards[[*held][place]]
+    if isinstance(leaf, Array):  # an array keeps its copy on the host, so another one makes it
+        own = [shard.data for shard in leaf.addressable_shards]
+        leaf = jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, own)
+    return _as_bytes(np.asarray(leaf))
+
+
+def _all_bytes(leaves: Sequence[Any], moving: Mapping[int, Any]) -> Iterator[np.ndarray]:
+    """The bytes of `_all_sizes`, of which the host holds few at a time."""
+    me, n = jax.process_index(), jax.process_count()
+    for leaf in leaves:
+        for place in _parts(leaf, me).values():
+            yield _on_host(leaf, place)
+    for number, arrived in _pass_on(moving):
+        own = _parts(moving[number], me)
+        for part, place in _parts(moving[number], (me - 1) % n).items():
+            if part not in own:
+                yield _on_host(arrived, place)
+
+
+def _all_sizes(leaves: Sequence[Any], moving: Mapping[int, Any]) -> dict[Block, int]:
+    """{block: its bytes} of what a copy of this host has."""
+    me, n = jax.process_index(), jax.process_count()
+    held = [(i, leaf, me) for i, leaf in enumerate(leaves)]
+    held += [(i, leaf, (me - 1) % n) for i, leaf in moving.items()]
+    return {(i, part): _size(leaf, part) for i, leaf, p in held for part in _parts(leaf, p)}
 
 
 def _as_bytes(data: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(data).reshape(-1).view(np.uint8)
 
 
-def _pass_on(leaves: dict[int, Any]) -> Iterator[tuple[int, Any]]:
+def _pass_on(leaves: Mapping[int, Any]) -> Iterator[tuple[int, Any]]:
     """(number, leaf) with the shards of the host before; each host's go to the next one.
 
     A device holds at most `PIECE` bytes of what arrives at a time, or one leaf, and twice as much

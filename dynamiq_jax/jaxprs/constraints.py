@@ -30,10 +30,21 @@ from dynamiq_jax.core.compat import (
     varying_axes,
     with_constants,
 )
-from dynamiq_jax.jaxprs.primitives import CUSTOM, JITS, REDUCTIONS, SUMS
+from dynamiq_jax.jaxprs.primitives import (
+    CUSTOM,
+    JITS,
+    MAP,
+    REDUCTIONS,
+    SAME,
+    SUMS,
+    collective_of,
+)
 from dynamiq_jax.jaxprs.walk import Flow, equations_of, interpret, within
 
 REMEDY = "call dq.with_sharding_constraint in the place of JAX's function of this name"
+
+_Axes = frozenset[str]
+_ONE = _Axes()
 
 _gathered: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar(
     "dynamiq_jax_gathered_axes", default=frozenset()
@@ -203,20 +214,31 @@ def _retyped(solve: JaxprEqn) -> bool:
     return False
 
 
-def _replay(program: Any, axis: Axis, args: Sequence[Any]) -> list[Any]:
+def _replay(program: Any, axis: Axis, args: Sequence[Any], copies: _Axes = _ONE) -> list[Any]:
     """Runs a program's equations under the map. All values in it are typed as varying."""
+
+    def rule(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        return axis.to_varying(list(run_equation(equation, axis, operands, copies)))
+
     return interpret(
         program,
         args,
-        lambda equation, operands: axis.to_varying(list(run_equation(equation, axis, operands))),
+        rule,
         literal=lambda atom: axis.to_varying(constant_of(atom)),
         constant=axis.to_varying,
     )
 
 
-def run_equation(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequence[Any]:
-    """The results of one equation for one worker's operands, all typed as varying."""
+def run_equation(
+    equation: JaxprEqn, axis: Axis, operands: list[Any], copies: _Axes = _ONE
+) -> Sequence[Any]:
+    """The results of one equation for one worker's operands, all typed as varying.
+
+    It stands in a map of the loss over the axes ``copies``, along which all hold the same.
+    """
     name, params = name_of(equation), equation.params
+    if own := _named(equation) & copies:
+        return _of_copies(equation, operands, own)
     if name == "sharding_constraint":
         return [_constrain(operands[0], _spec_of(params), get_abstract_mesh().manual_axes)]
     if name == "psum":  # without manual axes this is another primitive than under the map
@@ -225,28 +247,77 @@ def run_equation(equation: JaxprEqn, axis: Axis, operands: list[Any]) -> Sequenc
         return jax.lax.psum(operands, params["axes"], axis_index_groups=groups)
     programs = inner_jaxprs(equation)
     if name in JITS | CUSTOM and programs:
-        return _replay(programs[0], axis, operands)
-    if name == "shard_map":
-        inner = functools.partial(_replay, params["jaxpr"], axis)
-        options = {key: params[key] for key in ("in_specs", "out_specs", "check_vma")}
-        names = (
-            {*params["newly_manual_axes"]}
-            if "newly_manual_axes" in params
-            else {*params["manual_axes"]}
+        return _replay(programs[0], axis, operands, copies)
+    if name == MAP:
+        return _run_map(params, axis, operands, copies)
+    return evaluate_here(equation, operands, functools.partial(_inside, axis, copies))
+
+
+def _run_map(params: dict[str, Any], axis: Axis, operands: list[Any], copies: _Axes) -> Any:
+    """The results of a map of the loss: over axes of the map around it, it maps over copies.
+
+    Without types JAX keeps what the backward pass needs as one array of all devices' values, which
+    is split as well.
+
+    Raises:
+      ValueError: it splits arrays over these axes, of which this worker's rows are one part.
+    """
+    manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    names = _Axes(params[manual])
+    around = names & {*get_abstract_mesh().manual_axes}
+    entries = [entry for spec in (*params["in_specs"], *params["out_specs"]) for entry in spec]
+    if any(_without(entry, around) != entry for entry in entries):
+        raise ValueError(
+            "a loss on Auto axes runs on one worker's rows, so a jax.shard_map of its own over "
+            f"{sorted(around)}, or the derivative of one, cannot split them; leave that map out, "
+            "or use a mesh of Explicit axes"
         )
-        mapped = jax.shard_map(lambda *xs: tuple(inner(xs)), axis_names=names, **options)
-        return mapped(*operands)
-    return evaluate_here(equation, operands, functools.partial(_inside, axis))
+
+    def inner(*xs: Any) -> tuple[Any, ...]:
+        return tuple(_replay(params["jaxpr"], axis, xs, copies | around))
+
+    if names == around:
+        return inner(*operands)
+    options = {key: params[key] for key in ("in_specs", "out_specs", "check_vma")}
+    return jax.shard_map(inner, axis_names={*names - around}, **options)(*operands)
 
 
-def _inside(axis: Axis, program: Any) -> Any:
+def _named(equation: JaxprEqn) -> _Axes:
+    """The axes that an equation names."""
+    params = equation.params
+    found = params.get("axes", params.get("axis_name", ()))
+    return _Axes([found] if isinstance(found, str) else [x for x in found if isinstance(x, str)])
+
+
+def _of_copies(equation: JaxprEqn, operands: list[Any], names: _Axes) -> list[Any]:
+    """The results of a collective among copies of one worker's values.
+
+    JAX's derivative of a map that does not check types divides by the number of copies, and sums.
+
+    Raises:
+      ValueError: the collective distinguishes the copies.
+    """
+    name = name_of(equation)
+    if name in SAME or collective_of(name) in ("pmax", "pmin"):
+        return operands
+    if collective_of(name) == "psum" and names == _named(equation):
+        count = math.prod(get_abstract_mesh().shape[name] for name in names)
+        return [count * x for x in operands]
+    raise ValueError(
+        f"a loss on Auto axes runs on one worker's rows, so it cannot call {name} over "
+        f"{sorted(names)} in a jax.shard_map of its own; leave that map out, or use a mesh of "
+        "Explicit axes"
+    )
+
+
+def _inside(axis: Axis, copies: _Axes, program: Any) -> Any:
     """A program within an equation, as it runs under the map."""
     kinds: list[Any] = [variable.aval for variable in with_constants(program)[0].invars]
     plain = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in kinds]
     # JAX takes a type as varying where it also names the mesh.
     whole = NamedSharding(get_abstract_mesh(), P())
     types = [x.update(sharding=whole) for x in jax.eval_shape(axis.to_varying, plain)]
-    return jax.make_jaxpr(lambda *xs: _replay(program, axis, xs))(*types)
+    return jax.make_jaxpr(lambda *xs: _replay(program, axis, xs, copies))(*types)
 
 
 def _spec_of(params: dict[str, Any]) -> P:
@@ -259,9 +330,6 @@ def _spec_of(params: dict[str, Any]) -> P:
         )
     entries = [*sharding.spec, *[None] * (1 + max(dims, default=-1) - len(sharding.spec))]
     return P(*(P.UNCONSTRAINED if i in dims else entry for i, entry in enumerate(entries)))
-
-
-_Axes = frozenset[str]
 
 
 class _Varying(Flow[_Axes]):

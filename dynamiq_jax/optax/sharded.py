@@ -445,6 +445,10 @@ class _Start(NamedTuple):
         mesh = get_abstract_mesh() if inside else self.mesh or mesh_of(params)
         told = self._told_specs(params, mesh, inside)
         placed = _places(params, axis, sizes, compression, told, inside, mesh)
+        if self.mesh is not None:
+            # Otherwise the masters' sharding spreads to the parameters that the program makes, and
+            # every step gathers them exactly.
+            params = constrained(params, self.mesh, told)
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         layout = self._layout(masters, placed, sizes, inside)
         if inside:

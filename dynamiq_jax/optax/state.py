@@ -370,7 +370,8 @@ def known_sizes(
         raise ValueError(
             f"{what} keeps a part of every worker's own, and optimizer.init does not know how many "
             f"workers axis {axis.name!r} has; call dq.optax.init(optimizer, params, mesh), or put "
-            "params on the mesh: jax.device_put(params, jax.NamedSharding(mesh, jax.P())), or for "
-            f"jax.pmap: {_pmapped(axis.name)}"
+            "params on the mesh: jax.device_put(params, jax.NamedSharding(mesh, jax.P())), or, if "
+            "jax.jit traces init, call jax.set_mesh(mesh) before, or for jax.pmap: "
+            f"{_pmapped(axis.name)}"
         )
     return None, False

@@ -216,7 +216,7 @@ def warn_of_native(plan: Plan, moved: int | None = None) -> None:
 def described(leaves: Sequence[Leaf]) -> str:
     """The first leaf, and how many more there are."""
     first = leaves[0]
-    return f"leaf {first.name} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"
+    return f"leaf {first.label} ({first.dtype.name}{list(first.shape)}) and {len(leaves) - 1} more"
 
 
 _SCOPES = re.compile(rf"{SCOPE}\w+")

@@ -287,7 +287,7 @@ def _lines(told: StepExplanation) -> list[str]:
         for move, _ in natives[:SHOWN]:
             leaf = move.leaves[0]
             shape = "x".join(map(str, leaf.shape)) or "scalar"
-            lines.append(f"  {leaf.name} {shape} {move.how}: {move.reason}")
+            lines.append(f"  {leaf.label} {shape} {move.how}: {move.reason}")
         if len(natives) > SHOWN:
             lines.append(f"  and {len(natives) - SHOWN} more")
     return lines

@@ -116,9 +116,9 @@ def reduce_terms(
     axis, op, specs = total.axis, total.op, total.placement.specs
     if op != "sum" or weight is not None or specs is not None:
         raise ValueError(
-            "gradients of value_and_grad(unreduced=True) are terms, and their sum is the "
-            f"gradient of the loss, without op={op!r}, weight={weight!r} and specs={specs!r}: call "
-            "dq.psum(terms, axis_name)"
+            "gradients of value_and_grad(unreduced=True) are terms whose sum is the gradient of "
+            "the loss, also of a mean over all workers: call dq.psum(terms, axis_name), or "
+            f"dq.reduce with op='sum', instead of op={op!r}, weight={weight!r} and specs={specs!r}"
         )
     stacked, mesh, axes, placed = stacked_terms(terms)
     check_terms(axis, axes)

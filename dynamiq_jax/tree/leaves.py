@@ -10,6 +10,7 @@ have the same widths and noise, and stay copies.
 import collections
 import dataclasses
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -54,6 +55,12 @@ class Leaf:
     def nbytes(self) -> int:
         """Bytes as stored."""
         return self.size * self.dtype.itemsize
+
+    @property
+    def label(self) -> str:
+        """The name for messages: scatters and gathers key a flat dict by the names of leaves."""
+        inner = re.fullmatch(r"""\[(["'])([.\[].*)\1\]""", self.name)
+        return inner[2] if inner else self.name
 
 
 class Bucket(NamedTuple):
@@ -171,7 +178,7 @@ def group_leaves(
     large = []
     for bucket in buckets:
         if bucket.size < min_bucket_size:
-            reason = f"bucket of {bucket.size} < min_bucket_size {min_bucket_size}"
+            reason = f"bucket of {bucket.size} coordinates < min_bucket_size {min_bucket_size}"
         elif bucket.nbytes < min_bucket_bytes:
             reason = f"bucket of {bucket.nbytes} bytes < min_bucket_bytes {min_bucket_bytes}"
         else:

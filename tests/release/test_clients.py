@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 RUN = Path(__file__).parents[1] / "clients" / "run.py"
-PACKAGES = {"kauldron": "kauldron", "tunix": "tunix"}
+PACKAGES = {"kauldron": "kauldron", "levanter": "levanter", "tunix": "tunix"}
 CHECKOUTS = {
     "easylm": "EasyLM", "nanodo": "nanodo",
     **dict.fromkeys(("gemma", "imagenet", "lm1b", "mnist", "wmt"), "flax"),
