@@ -227,6 +227,17 @@ def break_even_table() -> str:
     return f"{markdown(break_even.lines(found))}\n\n{break_even.sentence(found)}"
 
 
+def report_table() -> str:
+    """The steps that `dynamiq-jax report` measured on two hosts, and how."""
+    found = load("report.json")
+    lines = [["way", "ms", "MB"]]
+    for row in found["steps"]:
+        lines.append([row["way"], milliseconds(row["ms"]).replace(" ", ""), str(row["sent_mb"])])
+    assert not found["warnings"] and all(row["equal"] for row in found["steps"])
+    told = f"{found['links']}, {found['cards']}; JAX {found['jax']}, NCCL {found['nccl']}"
+    return f"{markdown(lines)}\n\n*{told}.* `{found['command']}`"
+
+
 def all_reduce_table() -> str:
     """Microseconds of sums at 5 bits, and how many times as fast as bf16 psum they are."""
     lines = [("links, GPUs", "size", "bf16 psum, µs", "5 bits, µs", "speed-up", "with a key")]
@@ -745,6 +756,7 @@ def texts() -> dict[Path, str]:
         "scanned": f"{scanned_table()}\n\n" + caption(
             "scanned", f"16 checkpointed layers, {model}, two hosts of one H200 at 25 Gb/s; {JAX}"),
         "break-even": break_even_table(),
+        "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
             "all-reduce", f"one bf16 leaf per GPU, H200 with NV18 links; {JAX}")
         + " " + " ".join(load("all_reduce.json")["notes"]),

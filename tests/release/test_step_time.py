@@ -64,6 +64,23 @@ class TestStepTime:
             assert row["mfu"] is None
             assert row["method"] in output
 
+    def test_programs_alone_run_no_step(self, monkeypatch, tmp_path):
+        monkeypatch.setattr(step_time, "measure", None)
+        told = ["--ways", METHODS, "--model", "tiny", "--batch", 1, "--compile-only", "--layers", 1]
+        ran = invoke(step_time.main, *told)
+        assert ran.exit_code == 0, ran.output
+        rows = [row.split() for row in ran.stdout.splitlines() if row.split()[0] in METHODS]
+        assert [row[0] for row in rows] == METHODS.split(",")
+        assert all(float(figure) > 0 for row in rows for figure in row[2:])
+        refused = invoke(step_time.main, *told, "--json", tmp_path / "rows.json")
+        assert refused.exit_code == 2 and "runs no step" in plain(refused.output)
+
+    def test_layers_of_a_run_are_those_that_are_told(self):
+        for layers, expected in ((5, 5), (None, llm_model.CONFIGS["7b"].n_layers)):
+            run = step_time.make_run("7b", batch=1, attention="xla", layers=layers)
+            model = run.training.make_model(False, True)
+            assert model.shapes[1]["attention"]["q"]["kernel"].shape == (expected, 4096, 4096)
+
     def test_operations_are_what_xla_counts(self):
         """Where attention is little: XLA multiplies what the mask hides, too."""
         params = llm_model.init_params(LAYER, jax.random.key(0))
