@@ -81,6 +81,19 @@ def test_a_preempted_job_saves_and_is_queued_again(tmp_path, slurm, whole):
     assert "preempted after step" in job.said()
 
 
+def test_two_nodes_go_on_without_a_dead_one(tmp_path, slurm):
+    job = Job(slurm, tmp_path, "2-3")
+    job.until_step(8)
+    job.after("dead host", lambda: slurm.made.kill(2), SAYS)
+    curve = job.finish()
+    slurm.join(2)
+    slurm.until(lambda: len(slurm.nodes("idle")) == 3, 60)
+    assert "Node failure on host2" in job.said()
+    assert "2 processes" in job.said()
+    assert "from the memory of hosts" in job.said()
+    assert len(curve) == STEPS
+
+
 def test_a_drained_node_is_left_at_once(tmp_path, slurm, whole):
     job = Job(slurm, tmp_path, "2-3")
     job.until_step(8)
