@@ -78,6 +78,23 @@ def trained(optimizer, check_vma=True, steps=4):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("chain", ["chain", "named_chain"])
+def test_a_clip_before_the_reduction_warns_with_its_place(chain, function):
+    """It would clip by the norm of each worker's own gradient."""
+    members = [optax.scale(1.0), optax.clip_by_global_norm(0.1), FUNCTIONS[function](SGD)]
+    if chain == "named_chain":
+        optimizer = optax.named_chain(*zip("abc", members, strict=True))
+    else:
+        optimizer = optax.chain(*members)
+    remedy = {"sharded": "max_norm=", "all_reduce": r"all_reduce\(...\), optax.clip_by_global_norm"}
+    message = (
+        rf"clip_by_global_norm is before dq.optax.{function} .*own gradient.*{remedy[function]}"
+    )
+    with pytest.warns(UserWarning, match=message):
+        traced(optimizer, auto_mesh(), True)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_around_that_uses_own_gradients_is_refused_with_a_remedy(name, function):
     optimizer = WRAPPERS[name](FUNCTIONS[function](SGD))

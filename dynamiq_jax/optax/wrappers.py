@@ -76,6 +76,17 @@ _WRAPPERS = {
         f"{_INSIDE}, with an adv_optimizer of single coordinates such as optax.sgd",
     ),
 }
+_AFTER_REDUCTION = "Pass optax.chain(dq.optax.all_reduce(...), optax.{0}(...), inner)"
+_AFTER_UPDATES = (
+    "Put it after dq.optax.sharded, with compression=dq.Policy(..., parameters=dq.F32())"
+)
+_CLIPS = {
+    "clip_by_global_norm": "Pass dq.optax.sharded(inner, ..., max_norm=...) without it",
+    "clip": "Pass dq.optax.sharded(optax.chain(optax.{0}(...), inner), ...)",
+    "clip_by_block_rms": _AFTER_UPDATES,
+    "adaptive_grad_clip": _AFTER_UPDATES,
+}
+"""Clips, and the remedies for `sharded`."""
 _PASS_ON = {"masked", "partition", "inject_hyperparams", "with_extra_args_support"}
 """Functions of optax around a transformation that leave its updates as they are."""
 
@@ -91,6 +102,7 @@ def check_wrappers(axis: Axis, tree: Any, function: str) -> None:
     Raises:
       ValueError: a wrapper uses each worker's own gradients.
     """
+    _warn_of_clips(function)
     name = _around()
     if name is None:
         return
@@ -119,13 +131,8 @@ def check_deferred() -> None:
         name, local = frame.f_code.co_qualname.partition(".")[0], frame.f_locals
         if not frame.f_code.co_filename.startswith(_FOLDER) or name in _PASS_ON:
             changes = []
-        elif name == "chain":
-            members = list(local["update_fns"])
-            changes = [_root(x) for x in members[members.index(local["fn"]) + 1 :]]
-        elif name == "named_chain":
-            members = [own for own, _ in local["transforms"]]
-            later = local["transforms"][members.index(local["name"]) + 1 :]
-            changes = [_root(own.update) for _, own in later]
+        elif name in ("chain", "named_chain"):
+            _, changes = _neighbours(name, local)
         else:
             changes = [name]
         if names := [x for x in changes if x not in ("identity", "zero_nans")]:
@@ -135,6 +142,38 @@ def check_deferred() -> None:
                 f"dq.optax.sharded(optax.chain(inner, {names[0]}(...)), ...), or leave out deferred"
             )
         frame = frame.f_back
+
+
+def _warn_of_clips(function: str) -> None:
+    """Warns of a clip that is before `all_reduce` or `sharded` in a chain."""
+    frame = sys._getframe()
+    while frame is not None:
+        name, local = frame.f_code.co_qualname.partition(".")[0], frame.f_locals
+        ours = frame.f_code.co_filename.startswith(_FOLDER) and name in ("chain", "named_chain")
+        # `init` of a chain is on the stack without these variables.
+        before, _ = (
+            _neighbours(name, local) if ours and {"update_fns", "name"} & local.keys() else ((), ())
+        )
+        for clip in before:
+            if clip in _CLIPS:
+                remedy = _CLIPS[clip] if function == "sharded" else _AFTER_REDUCTION
+                warn(
+                    f"optax.{clip} is before dq.optax.{function} in a chain, and clips each "
+                    f"worker's own gradient, not the mean. {remedy.format(clip)}"
+                )
+        frame = frame.f_back
+
+
+def _neighbours(name: str, local: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The functions of optax before and after the running one in the update of a chain."""
+    if name == "chain":
+        members = list(local["update_fns"])
+        at = members.index(local["fn"])
+    else:
+        members = [own.update for _, own in local["transforms"]]
+        at = [own for own, _ in local["transforms"]].index(local["name"])
+    names = [_root(x) for x in members]
+    return names[:at], names[at + 1 :]
 
 
 def _root(update: Any) -> str:
