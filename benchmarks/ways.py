@@ -316,12 +316,15 @@ def sharded_updates(t: Training, checkpoint: bool, text: str, differences: str, 
     moves = {"max_norm": t.max_norm, "deferred": how == "dear"}
     optimizer = dq.optax.sharded(t.optimizer, axes, compression=policy, **moves)
     with jax.set_mesh(mesh):
-        inner = jax.eval_shape(optimizer.init, placed(model.shapes, mesh, P()))
+        shapes = jax.eval_shape(t.cast, model.shapes)
+        inner = jax.eval_shape(optimizer.init, placed(shapes, mesh, P()))
     specs = dq.optax.state_specs(inner)
 
     def init(params: Any) -> State:
-        params = place(params, mesh, P())
-        return t.copies(params), dq.optax.init(optimizer, params, mesh)
+        # Made with the copies, the state keeps what it has sent in their dtype.
+        copies = t.copies(params := place(params, mesh, P()))
+        inner = dq.optax.init(optimizer, copies, mesh)
+        return copies, dq.optax.set_masters(inner, params)
 
     def update(copies: Any, inner: Any, loss: Array, grads: Any) -> tuple[State, Array]:
         updates, inner = optimizer.update(grads, inner, copies)

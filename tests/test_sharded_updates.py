@@ -399,6 +399,16 @@ def test_masters_follow_parameters_until_the_first_update():
     assert_same_bits(state.masters, jax.tree.map(lambda x: x.astype(jnp.float32), later))
 
 
+def test_set_masters_makes_arrays_of_its_own():
+    """The state and the parameters may both be donated."""
+    params, _ = problem()
+    params = put(params, auto_mesh(), P())
+    state = dq.optax.set_masters(dq.optax.init(make("sgd"), params, auto_mesh()), params)
+    arrays = [x for x in jax.tree.leaves((state.masters, state.sent.copies, params))]
+    pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in arrays]
+    assert len({*pointers}) == len(pointers)
+
+
 @pytest.mark.parametrize("plan", [None, True])
 def test_few_bits_are_those_that_travel(plan):
     few, n = dq.optax.few_bits(), 4

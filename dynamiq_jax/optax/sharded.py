@@ -1038,7 +1038,8 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
     _check_alike("params", params, state, by_name=True)
 
     def own(leaf: Any, x: Array, master: Array, spec: P, padding: Padding) -> Array:
-        value = padding.padded(jnp.asarray(x, jnp.float32))
+        # An array of its own, as in `init`: states are donated, and so may be the parameters.
+        value = padding.padded(jnp.array(x, jnp.float32, copy=True))
         if axis.mapped:
             value = own_slice(value, split_of(spec, axis.names), axis, Padding())
         if value.shape != master.shape:
@@ -1061,8 +1062,8 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
         pending = dataclasses.replace(pending, ready=jnp.zeros_like(pending.ready))
     sent = state.sent
     if sent.copies is not None:  # the parameters as updates get them
-        copies = jax.tree.map(lambda x, like: x.astype(like.dtype), masters, sent.copies)
-        sent = sent._replace(copies=copies)
+        own_copy = lambda x, like: jnp.array(x, like.dtype, copy=True)
+        sent = sent._replace(copies=jax.tree.map(own_copy, masters, sent.copies))
     return dataclasses.replace(state, masters=masters, pending=pending, sent=sent)
 
 
