@@ -52,6 +52,11 @@ def test_nothing_refers_to_a_commit(folder):
         assert not re.search(r"[Cc]ommit\s+`?[0-9a-f]{7}\b|git show", path.read_text()), path
 
 
+def test_no_page_has_marks_of_a_merge():
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")):
+        assert not re.search(r"^(<{7}|>{7}) ", path.read_text(), re.MULTILINE), path
+
+
 def test_pages_are_short():
     """A page has one job, and all of them together are read in an hour."""
     words = {page.name: len(re.findall(r"\S*\w\S*", page.read_text())) for page in PAGES}
