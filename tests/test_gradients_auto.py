@@ -753,7 +753,7 @@ def test_what_does_not_go_is_refused():
         (ValueError, r"b\['mask'\] has shape \(32,\)", by({"b": P(None, "data")}), *args),
         (ValueError, "on the 8 workers of axes.*weight= out", ours(of_all, weight=count), *args),
         (ValueError, "op='sum' and weight=", lambda: ours(loss, op="sum", weight=count)),
-        (ValueError, "op='mean'.*dq.psum", dq.pmean, terms, "data"),
+        (ValueError, "call dq.psum.*instead of op='mean'", dq.pmean, terms, "data"),
         (ValueError, r"of \('data',\), and axis_name is \('rows',\)", dq.psum, terms, "rows"),
         (NotImplementedError, "unreduced=True.*whole gradients", sharded, *args),
         (ValueError, r"\['leaf'\] is bool\[\] .*aux=None.*'same'", of_aux(flag), *args),

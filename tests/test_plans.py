@@ -271,7 +271,7 @@ def test_a_large_share_that_travels_natively_is_warned_of_in_every_way(kind):
         jax.jit(step).trace(*args)
     said = [str(one.message) for one in seen]
     assert len(said) == count, said
-    words = r"leaf .* \([\d,]+ bytes\) are .*, since there is a bucket of \d+ < min_bucket_size \d+"
+    words = r"leaf .* \([\d,]+ bytes\) are .*, since there is a bucket of \d+ coordinates < min_buc"
     assert all(re.search(words, one) and "min_bucket_bytes=0) to compress" in one for one in said)
     assert all(Path(one.filename) == Path(__file__) for one in seen)
 
