@@ -312,7 +312,7 @@ def test_few_bits_back_and_by_default_eight_forth_are_close(kind, gather, bits):
     assert {name for name, moved in moves if moved > 6} == {"all-gather"}
 
 
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("fast", daily([True, False], [True]))
 def test_shards_travel_in_bf16_over_fast_links(fast, monkeypatch):
     monkeypatch.setattr(shards, "fast_links", lambda: fast)
     limits = dataclasses.replace(LAYER, method=None)

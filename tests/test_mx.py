@@ -69,7 +69,7 @@ def test_multiplications_give_the_bits_of_integer_arithmetic(name):
 
 
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "not finite"])
-@pytest.mark.parametrize("name", daily(MX, DAILY[:2]))  # daily collectives have e2m1
+@pytest.mark.parametrize("name", daily(MX, DAILY[:1]))  # daily collectives have e2m1
 def test_interpreted_kernels_give_the_bits_of_xla(name, finite):
     dtype = jnp.bfloat16 if len(name) % 2 else jnp.float32
     x = mx_gradients(SIZE, finite=finite)

@@ -47,7 +47,7 @@ FAULTS = {
 QUICK = "--silence", "2", "--wait", "1", "--stall", "3"
 
 
-@pytest.mark.parametrize("fault", daily(FAULTS, ["killed", "a supervisor stopped"]))
+@pytest.mark.parametrize("fault", daily(FAULTS, ["killed"]))
 def test_the_last_line_of_every_other_host_names_host_and_cause(tmp_path, fault):
     order, cause = FAULTS[fault]
     options = *QUICK, "--restarts", "0", "--min-hosts", "3"

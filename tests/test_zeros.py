@@ -211,7 +211,7 @@ def rule():
 TRAININGS = [(jnp.float32, False), (jnp.bfloat16, True), (jnp.bfloat16, False), (jnp.float32, True)]
 
 
-@pytest.mark.parametrize(("dtype", "deferred"), daily(TRAININGS, TRAININGS[:2]))
+@pytest.mark.parametrize(("dtype", "deferred"), daily(TRAININGS, TRAININGS[1:2]))
 def test_sharded_updates_move_what_exact_ones_move(dtype, deferred):
     """A frozen trunk, rows of an embedding without tokens, a mask, an unused leaf."""
     params, tokens = model()
