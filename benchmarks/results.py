@@ -110,9 +110,8 @@ def scanned(kept: Any, found: Any, command: str, place: str) -> None:
     """Puts rows of `step_time.py` in the place of those of the same ways."""
     (new,) = found["runs"]
     names = ("method", "step_ms", "p10_ms", "p90_ms", "temporary_bytes", "trace_s", "compile_s")
-    rows = {row["method"]: row for row in kept.get("rows", [])}
-    rows |= {row["method"]: {name: row[name] for name in names} for row in new["rows"]}
-    kept |= {"about": new["about"], "command": command, "rows": list(rows.values())}
+    rows = [{name: row[name] for name in names} for row in new["rows"]]
+    merged(kept, {"about": new["about"], "rows": rows}, command, place)
 
 
 def long(kept: Any, found: Any, command: str, place: str) -> None:

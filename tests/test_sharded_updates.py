@@ -404,7 +404,7 @@ def test_set_masters_makes_arrays_of_its_own():
     params, _ = problem()
     params = put(params, auto_mesh(), P())
     state = dq.optax.set_masters(dq.optax.init(make("sgd"), params, auto_mesh()), params)
-    arrays = [x for x in jax.tree.leaves((state.masters, state.sent.copies, params))]
+    arrays = jax.tree.leaves((state.masters, state.sent.copies, params))
     pointers = [x.addressable_shards[0].data.unsafe_buffer_pointer() for x in arrays]
     assert len({*pointers}) == len(pointers)
 

@@ -146,6 +146,11 @@ BY_HAND = {
 D, G = "dynamiq-dither-axis", "dynamiq-dither-64"
 OLD, NEW = "dynamiq-dither:2.5", f"{G}:2.25"
 
+RIVALS = [
+    "block-int:8", "block-int:4", "sdp4bit", "loco", "sdp4bit/block-int:4",
+    "block-int:4/block-int:8/whole",
+]  # fmt: skip
+"""Integers by block, SDP4Bit without and with differences, LoCo, and ZeRO++."""
 TINY = [
     "exact", "bf16-psum", "mxfp4", f"mxfp4/{OLD}",
     f"dynamiq:5/{OLD}", f"dynamiq-dither:4/{OLD}", f"{D}:4/{OLD}",
@@ -155,8 +160,7 @@ TINY = [
     f"{G}-uniform:3.25/{NEW}", f"{D}:4>{G}:3.25/{NEW}", f"{G}:4|{G}:3.25/{NEW}",
     f"{G}:3.25|{G}:3.5/{NEW}",
     f"{D}:3.5", "dynamiq-loco:3.5", "dynamiq-loco-slow:3.5", "mxfp4-loco",
-    "block-int:8", "block-int:4", "sdp4bit", "loco", "sdp4bit/block-int:4",
-    "block-int:4/block-int:8/whole", f"{G}:3.19/{G}:2.19", f"mxfp4/{NEW}",
+    *RIVALS, f"{G}:3.19/{G}:2.19", f"mxfp4/{NEW}",
 ]  # fmt: skip
 MID = [
     "exact", "bf16-psum", f"mxfp4/{OLD}", f"{G}:3.5/{NEW}", f"{G}:3.25/{NEW}", f"{D}:3.5/{OLD}",
@@ -178,13 +182,6 @@ WITHOUT_NOISE = [
 ]  # fmt: skip
 
 
-RIVALS = [
-    "exact", "block-int:8", "sdp4bit", "sdp4bit/block-int:4", "block-int:4/block-int:8/whole",
-    "loco", "block-int:4",
-]  # fmt: skip
-"""int8 of blocks, SDP4Bit without and with differences, ZeRO++ and LoCo."""
-
-
 def _rows(model: str, init: str, methods: list[str]) -> list[tuple[str, str, str]]:
     return [(model, init, method) for method in methods]
 
@@ -196,7 +193,8 @@ QUEUES = {
     "floats": _rows("tiny", "unit", ["exact", *FLOATS]) + _rows("mid", "unit", FLOATS),
     "without-noise": _rows("tiny", "unit", ["exact", *WITHOUT_NOISE])
     + _rows("mid", "unit", WITHOUT_NOISE),
-    "rivals": _rows("mid", "unit", RIVALS) + _rows("tiny", "unit", RIVALS),
+    "rivals": _rows("mid", "unit", ["exact", *RIVALS])
+    + _rows("tiny", "unit", ["exact", *RIVALS]),
     "large": _rows("125m", "unit", ["exact", WITHOUT_NOISE[0], "bf16-psum", f"mxfp4/{OLD}"]),
     "gpt2": _rows("tiny", "gpt2", ["exact", *WITHOUT_NOISE[:3], f"mxfp4/{OLD}", TINY[7], TINY[5],
                                    FLOATS[-1], "bf16-psum", TINY[4]]),

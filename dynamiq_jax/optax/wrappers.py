@@ -6,6 +6,7 @@ workers, where a trainer expects the same on all.
 
 import os
 import sys
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import optax
@@ -126,10 +127,8 @@ def check_deferred() -> None:
     They are zeros, and the next step's differences know of no change. The state cannot tell either:
     so this looks at the functions of optax that are on the stack.
     """
-    frame = sys._getframe()
-    while frame is not None:
-        name, local = frame.f_code.co_qualname.partition(".")[0], frame.f_locals
-        if not frame.f_code.co_filename.startswith(_FOLDER) or name in _PASS_ON:
+    for name, local in _running():
+        if name in _PASS_ON:
             changes = []
         elif name in ("chain", "named_chain"):
             _, changes = _neighbours(name, local)
@@ -141,27 +140,21 @@ def check_deferred() -> None:
                 "deferred=True), which are zeros: the differences come in the next step. Pass "
                 f"dq.optax.sharded(optax.chain(inner, {names[0]}(...)), ...), or leave out deferred"
             )
-        frame = frame.f_back
 
 
 def _warn_of_clips(function: str) -> None:
     """Warns of a clip that is before `all_reduce` or `sharded` in a chain."""
-    frame = sys._getframe()
-    while frame is not None:
-        name, local = frame.f_code.co_qualname.partition(".")[0], frame.f_locals
-        ours = frame.f_code.co_filename.startswith(_FOLDER) and name in ("chain", "named_chain")
+    for name, local in _running():
         # `init` of a chain is on the stack without these variables.
-        before, _ = (
-            _neighbours(name, local) if ours and {"update_fns", "name"} & local.keys() else ((), ())
-        )
-        for clip in before:
-            if clip in _CLIPS:
-                remedy = _CLIPS[clip] if function == "sharded" else _AFTER_REDUCTION
-                warn(
-                    f"optax.{clip} is before dq.optax.{function} in a chain, and clips each "
-                    f"worker's own gradient, not the mean. {remedy.format(clip)}"
-                )
-        frame = frame.f_back
+        if name not in ("chain", "named_chain") or not {"update_fns", "name"} & local.keys():
+            continue
+        before, _ = _neighbours(name, local)
+        for clip in filter(_CLIPS.__contains__, before):
+            remedy = _CLIPS[clip] if function == "sharded" else _AFTER_REDUCTION
+            warn(
+                f"optax.{clip} is before dq.optax.{function} in a chain, and clips each worker's "
+                f"own gradient, not the mean. {remedy.format(clip)}"
+            )
 
 
 def _neighbours(name: str, local: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -190,10 +183,13 @@ def _around() -> str | None:
     """The innermost of these wrappers whose `init` or ``update`` is on the stack."""
     # No argument or type says what is around a transformation. A wrapper calls it directly, or
     # under `lax.cond`, which traces a branch below the call.
+    return next((name for name, _ in _running() if name in _WRAPPERS), None)
+
+
+def _running() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The functions of optax that are on the stack, the innermost first, and their variables."""
     frame = sys._getframe()
     while frame is not None:
-        name = frame.f_code.co_qualname.partition(".")[0]
-        if name in _WRAPPERS and frame.f_code.co_filename.startswith(_FOLDER):
-            return name
+        if frame.f_code.co_filename.startswith(_FOLDER):
+            yield frame.f_code.co_qualname.partition(".")[0], frame.f_locals
         frame = frame.f_back
-    return None

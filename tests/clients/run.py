@@ -127,11 +127,10 @@ def _train(module, client, options: argparse.Namespace) -> None:
     own = root / "checkout" / client.folder
     sys.path.insert(0, str(own.parent if client.package else own))
     seconds = _compile_seconds(client.step)
-    if options.gpus and "COORDINATOR" in os.environ:
-        import jax
+    if options.gpus:
+        from dynamiq_jax.commands.options import join
 
-        own_number = int(os.environ["NUM_HOSTS"]), int(os.environ["HOST_ID"])
-        jax.distributed.initialize(os.environ["COORDINATOR"], *own_number)
+        join(None, 0, "localhost:29400")
     trained = module.train(STEPS, **client.options, **({"large": True} if options.gpus else {}))
     if options.gpus:
         times = stubs.Batches.asked_at[STEPS // 2 :]
