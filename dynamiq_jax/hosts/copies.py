@@ -7,7 +7,6 @@ memory, such as one in ``/dev/shm``: it outlives the process that trains.
 
 import functools
 import itertools
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax.hosts import notice
 from dynamiq_jax.hosts.slots import Kept, Slots
+from dynamiq_jax.hosts.told import rows_of_all, told_by_all
 from dynamiq_jax.tree.leaves import name_of, shown
 
 Tree = TypeVar("Tree")
@@ -197,7 +196,7 @@ class Copies:
         assert self._slots is not None
         kept = self._slots.kept()
         words = [*_words(kept[:1]), *_words(kept[1:]), *divmod(time.time_ns(), 2**32)]
-        rows = _exchange(np.array(words, np.uint32)).tolist()
+        rows = rows_of_all(np.array(words, np.uint32)).tolist()
         told = [[_told(row[:FIELDS]), _told(row[FIELDS:-2])] for row in rows]
         self._session = session_after(told, [high * 2**32 + low for *_, high, low in rows])
         best = newest(told)
@@ -432,31 +431,9 @@ def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
 # --- From host to host ----------------------------------------------------------------------------
 
 
-def _exchange(data: np.ndarray) -> np.ndarray:
-    """Rows of what each process has told: arrays of one shape and dtype."""
-    return np.asarray(multihost_utils.process_allgather(data))
-
-
-def _exchange_bytes(data: np.ndarray, longest: int) -> list[np.ndarray]:
-    """The bytes that each process has told, filled up to ``longest``, in pieces."""
-    most = max(2**16, PIECE // jax.process_count())
-    size = min(most, 1 << max(longest - 1, 2**16 - 1).bit_length())
-    pieces = []
-    for start in range(0, longest, size):
-        piece = np.zeros(size, np.uint8)
-        own = data[start : start + size]
-        piece[: own.size] = own
-        pieces.append(_exchange(piece))
-    return list(np.concatenate(pieces, axis=1)) if pieces else []
-
-
 def _headers(mine: Kept | None) -> list[Any]:
     """The headers of all hosts; `None` for one that does not have the copy."""
-    text = np.frombuffer(json.dumps(mine.header).encode() if mine else b"", np.uint8)
-    lengths = _exchange(np.array(text.size, np.uint32)).tolist()
-    texts = _exchange_bytes(text, max(lengths))
-    told = [bytes(row[:n]) for row, n in zip(texts, lengths, strict=True)]
-    return [json.loads(text) if text else None for text in told]
+    return told_by_all(mine and mine.header)
 
 
 def _sizes(header: Any) -> dict[Block, int]:
@@ -521,7 +498,7 @@ def _passed(
         for (host, block, start, stop), place in zip(parts, places, strict=True):
             if host == jax.process_index():
                 row[place : place + stop - start] = read(block, start, stop)
-        rows = _exchange(row)
+        rows = rows_of_all(row)
         del row
     for (host, block, start, stop), place in zip(parts, places, strict=True):
         if host < 0 or rows is None:

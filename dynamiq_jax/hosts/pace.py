@@ -1,19 +1,14 @@
 """Hosts for which all others wait, by the time of their own work."""
 
-import json
 import socket
 import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
+from dynamiq_jax.hosts.told import told_by_all
 
 LONGEST = 40
 """Characters of a host's name that are told."""
-TOLD = 192
-"""Bytes that a process tells."""
 
 
 class Slow(NamedTuple):
@@ -47,11 +42,7 @@ def slow_hosts(own: float, step: float, *, share: float = 0.1) -> list[Slow]:
     Returns:
       The slow processes, the slowest first; the same on all processes.
     """
-    text = json.dumps([own, step, socket.gethostname()[:LONGEST]]).encode()
-    row = np.zeros(TOLD, np.uint8)
-    row[: len(text)] = np.frombuffer(text, np.uint8)
-    rows = np.asarray(multihost_utils.process_allgather(row)).reshape(jax.process_count(), TOLD)
-    return _slow([json.loads(bytes(told).rstrip(b"\0")) for told in rows], share)
+    return _slow(told_by_all([own, step, socket.gethostname()[:LONGEST]]), share)
 
 
 def _slow(told: Sequence[tuple[float, float, str]], share: float) -> list[Slow]:

@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jaxlib.version
 import numpy as np
-from jax.experimental import multihost_utils, serialize_executable
+from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from dynamiq_jax.core.warned import warn
+from dynamiq_jax.hosts.told import rows_of_all
 
 READ = "XLA_", "LIBTPU_", "NCCL_", "CUDA_"
 """How variables begin that compilers and topologies read."""
@@ -69,7 +70,7 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     found = _loaded(file, args)
     words = np.frombuffer(common.digest()[:16], np.uint32)
     told = np.append(words, np.uint32(found is not None))
-    everywhere = np.asarray(multihost_utils.process_allgather(told)).reshape(-1, told.size)
+    everywhere = rows_of_all(told)
     # Tracing may ask all processes, so none of them loads what another one traces.
     if found is not None and (everywhere == told).all():
         return found

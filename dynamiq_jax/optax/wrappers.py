@@ -157,7 +157,7 @@ def _warn_of_clips(function: str) -> None:
             )
 
 
-def _neighbours(name: str, local: dict[str, Any]) -> tuple[list[str], list[str]]:
+def _neighbours(name: str, local: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """The functions of optax before and after the running one in the update of a chain."""
     if name == "chain":
         members = list(local["update_fns"])

@@ -1,6 +1,5 @@
 """The hosts of a report: what each process knows of its own, without names of hosts or users."""
 
-import json
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ from jax.experimental import multihost_utils
 
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench.tables import nccl_version
+from dynamiq_jax.hosts.told import told_by_all
 from dynamiq_jax.topologies.links import fast_links, slow_by_choice
 
 SYS = Path("/sys/class")
@@ -96,12 +96,7 @@ def text_of(path: Path) -> str:
 
 def of_all(facts: dict[str, Any]) -> list[dict[str, Any]]:
     """The facts of all processes, in their order; hosts get numbers in the place of names."""
-    text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
-    longest = int(np.max(multihost_utils.process_allgather(np.int32(text.size))))
-    padded = np.full(longest, ord(" "), np.uint8)
-    padded[: text.size] = text
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(-1, longest)
-    found = [json.loads(row.tobytes()) for row in rows]
+    found = told_by_all(facts)
     numbers = {name: i for i, name in enumerate(dict.fromkeys(own["host"] for own in found))}
     return [own | {"host": numbers[own["host"]]} for own in found]
 
