@@ -1,4 +1,4 @@
-"""What DynamiQ makes of data, inside jit: statistics → widths and order (the plan) → payloads.
+"""DynamiQ on data, inside jit: statistics → widths and order (the plan) → payloads.
 
 **The plan** is a pure function of the light all-reduce's result, so all workers have the same plan
 without further communication. The super-groups of a shard (see

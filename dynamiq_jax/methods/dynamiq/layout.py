@@ -1,4 +1,4 @@
-"""What DynamiQ knows before it has seen any data: bits, floors, and sizes; all are Python numbers.
+"""DynamiQ before it has seen any data: bits, floors and sizes, all of them Python numbers.
 
 **Bits.** The rule has three parts. At every encoding each super-group gets at least the *floor* of
 the stage: the largest width that fits the budget in all stages, or the next larger one in the
