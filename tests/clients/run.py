@@ -137,7 +137,9 @@ def _report(title: str, client, found: dict[str, dict], with_row: bool) -> None:
     losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in found.values())
     sent = " / ".join(result["sent"] for result in found.values())
     compiled = " / ".join(f"{result['compile_s']:.1f}" for result in found.values())
-    print("|", " | ".join([title, client.mesh, str(lines), losses, sent, compiled]), "|", flush=True)
+    print(
+        "|", " | ".join([title, client.mesh, str(lines), losses, sent, compiled]), "|", flush=True
+    )
 
 
 def _train(module, client, options: argparse.Namespace) -> None:
@@ -182,14 +184,14 @@ def _tell(run: str, started: float, asked_at: list[float]) -> None:
     if number < len(said):
         print(f"{run}: {seconds:.1f} s to {said[number]}", flush=True)
     else:
-        last = (asked_at[-1] - asked_at[-2]) * 1e3
-        print(f"{run}: batch {number}, {last:.0f} ms, median {_step_ms(asked_at):.0f} ms", flush=True)
+        last, median = (asked_at[-1] - asked_at[-2]) * 1e3, _step_ms(asked_at)
+        print(f"{run}: batch {number}, {last:.0f} ms, median {median:.0f} ms", flush=True)
 
 
 def _step_ms(asked_at: list[float]) -> float:
     """The median milliseconds of the later half of the steps, none of them the first two."""
-    later = asked_at[max(2, len(asked_at) // 2) :]
-    return statistics.median(b - a for a, b in itertools.pairwise(asked_at[-len(later) - 1 :])) * 1e3
+    taken = [(b - a) * 1e3 for a, b in itertools.pairwise(asked_at)][2:]
+    return statistics.median(taken[len(taken) // 2 :])
 
 
 def _compile_seconds(step: str) -> dict[str, float]:
