@@ -27,7 +27,7 @@ from rich import print
 import dynamiq_jax as dq
 from dynamiq_jax.commands.bench import all_reduce, contenders, tables, timing
 from dynamiq_jax.methods.dynamiq import crossover as taken
-from dynamiq_jax.topologies.choice import COPYING
+from dynamiq_jax.topologies.schedules import COPYING
 
 FILE = pathlib.Path(taken.__file__).with_name("crossover.json")
 MIB = 2**20

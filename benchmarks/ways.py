@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.commands.bench import contenders
-from dynamiq_jax.topologies.xla import compiled_by, compiler_options
+from dynamiq_jax.topologies.links import compiled_by, compiler_options
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 

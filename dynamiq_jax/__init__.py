@@ -24,7 +24,7 @@ from dynamiq_jax.reduction.all_reduce import pmean, psum, reduce
 from dynamiq_jax.reduction.all_to_all import all_to_all
 from dynamiq_jax.reduction.scatter_gather import all_gather, psum_scatter
 from dynamiq_jax.topologies import Butterfly, Direct, Hierarchical, Ring
-from dynamiq_jax.topologies.xla import jit
+from dynamiq_jax.topologies.links import jit
 from dynamiq_jax.training.in_backward import fsdp
 from dynamiq_jax.training.layers import Scanned
 from dynamiq_jax.training.pipeline import overlapped

@@ -19,6 +19,7 @@ FORMER = {
     "comparators": "contrib",
     "fields": "core.checks",
     "optax.liec": "contrib.liec",
+    "topologies.xla": "topologies.links",
 }
 """Names of version 0.4, without the package, and the names of now."""
 

@@ -23,8 +23,8 @@ import dynamiq_jax as dq
 from dynamiq_jax.compression import compression as compressing
 from dynamiq_jax.compression import shards
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes, push_bytes
-from dynamiq_jax.topologies import choice as rule
 from dynamiq_jax.topologies import links
+from dynamiq_jax.topologies import schedules as rule
 
 
 def filled(topology):

@@ -400,14 +400,14 @@ def test_payloads_travel_as_the_library_would_send_them(monkeypatch):
     assert [by(None, (8,)), by(dq.Ring(), (8,))] == ["xla", "collectives"]
     assert by(dq.Direct(transport="permutes"), (8,)) == "permutes"
     assert by(dq.Direct(transport="push"), (8,)) == "push"
-    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
+    monkeypatch.setattr("dynamiq_jax.topologies.schedules.copy_engines", lambda: "they are there")
     assert [by(dq.Direct(), (4,)), by(dq.Hierarchical(), (2, 2))] == ["permutes"] * 2
 
 
 def test_sums_that_a_push_kernel_does_are_said_to_push(monkeypatch):
     """Whatever the transport of the topology is, and only sizes that push."""
     monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
-    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are there")
+    monkeypatch.setattr("dynamiq_jax.topologies.schedules.copy_engines", lambda: "they are there")
     monkeypatch.setattr(dq.DynamiQ, "pushed", lambda self, n: (2**15, 2**20))
     found = contenders.parse_method("dynamiq:5", dq.Direct()).compression
     said = [all_reduce.payloads_by(found, (2,), size) for size in (2**20, 2**20 + 2)]

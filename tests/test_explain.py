@@ -164,7 +164,7 @@ LARGE = {"w": jax.ShapeDtypeStruct((2**24,), jnp.float32)}
 def test_nothing_here_is_a_reason_for_a_cluster_elsewhere(monkeypatch, sizes, topology, said):
     """Its workers are more than the devices here, which could be any: fast ones, with engines."""
     monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
-    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "they are here")
+    monkeypatch.setattr("dynamiq_jax.topologies.schedules.copy_engines", lambda: "they are here")
     found = dq.explain(LARGE, sizes, verbose=False)
     assert found.topology.startswith(topology)
     assert "permutes" not in found.topology

@@ -12,7 +12,7 @@ from cases import small, vmapped
 
 import dynamiq_jax as dq
 from dynamiq_jax.topologies import Rounds, Stage, Step, Topology, steps_of
-from dynamiq_jax.topologies.base import n_slots, sink_slot
+from dynamiq_jax.topologies.schedules import n_slots, sink_slot
 
 SCHEDULES = [
     (topology, n)

@@ -21,9 +21,9 @@ from workers import auto_mesh, gradient
 import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.topologies import links, steps_of, xla
-from dynamiq_jax.topologies.base import permuted
-from dynamiq_jax.topologies.transports import TRANSPORTS
+from dynamiq_jax.topologies import links, steps_of
+from dynamiq_jax.topologies.links import TRANSPORTS
+from dynamiq_jax.topologies.schedules import permuted
 from pallas_kernels import backend
 
 SIZE = 3000
@@ -114,7 +114,7 @@ def test_the_transport_is_chosen_by_what_is_known_of_copy_engines(monkeypatch):
     plain = dq.explain(tree, 4, verbose=False)
     assert "transport='collectives'" in plain.topology
     assert "copy engines" not in plain.reason
-    monkeypatch.setattr("dynamiq_jax.topologies.choice.copy_engines", lambda: "it is said so")
+    monkeypatch.setattr("dynamiq_jax.topologies.schedules.copy_engines", lambda: "it is said so")
     found = dq.explain(tree, 4, verbose=False)
     assert "transport='permutes'" in found.topology
     assert "copy engines, since it is said so" in found.reason
@@ -135,14 +135,17 @@ CHANNELS = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 SOCKETS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 
 
+IN_ONE_DOMAIN = links.in_one_domain  # which the fixture replaces
+
+
 @pytest.fixture
 def peers(monkeypatch):
     """As on a machine with several GPUs, whose XLA knows the options."""
     jax.devices()  # starts the real backend first
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(xla, "_is_known", lambda name, value: True)
-    monkeypatch.setattr(xla, "in_one_domain", lambda: True)
-    monkeypatch.setattr(xla, "_told", {})
+    monkeypatch.setattr(links, "_is_known", lambda name, value: True)
+    monkeypatch.setattr(links, "in_one_domain", lambda: True)
+    monkeypatch.setattr(links, "_told", {})
     for name in ("NCCL_P2P_DISABLE", "XLA_FLAGS", CHANNELS, *SOCKETS):
         monkeypatch.setenv(name, "")  # so that what a test sets is gone after it
         monkeypatch.delenv(name)
@@ -161,10 +164,10 @@ BETWEEN = APART | {
 NOT_PEERS = [
     ("setattr", (jax, "default_backend", lambda: "cpu"), {}),
     ("setattr", (jax, "device_count", lambda: 1), {}),
-    ("setattr", (xla, "_between_hosts", lambda: True), BETWEEN),
+    ("setattr", (links, "_between_hosts", lambda: True), BETWEEN),
     ("setattr", (jax, "process_count", lambda: 2), APART),
-    ("setattr", (xla, "_is_known", lambda name, value: False), {}),
-    ("setattr", (xla, "_is_known", lambda name, value: "permute_mode" not in name), EARLY),
+    ("setattr", (links, "_is_known", lambda name, value: False), {}),
+    ("setattr", (links, "_is_known", lambda name, value: "permute_mode" not in name), EARLY),
     ("setenv", ("NCCL_P2P_DISABLE", "1"), EARLY),
 ]
 
@@ -173,18 +176,18 @@ NOT_PEERS = [
 def test_options_are_empty_where_they_do_not_apply(how, what, options, peers):
     getattr(peers, how)(*what)
     between = options == BETWEEN
-    peers.setattr(xla, "_peers", xla._peers if not between else lambda: False)
-    assert xla.compiler_options() == options
-    assert xla.copy_engines() is None
+    peers.setattr(links, "_peers", links._peers if not between else lambda: False)
+    assert links.compiler_options() == options
+    assert links.copy_engines() is None
     assert os.environ.get(CHANNELS) == ("0" if between else None)
-    assert (xla.between_hosts() is None) == (not between)
+    assert (links.between_hosts() is None) == (not between)
 
 
 def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
     """Two processes of two NVLink domains; JAX's devices tell the domains."""
     peers.setattr(jax, "process_count", lambda: 2)
     peers.setattr(jax, "device_count", lambda: 4)
-    peers.setattr(xla, "in_one_domain", links.in_one_domain)
+    peers.setattr(links, "in_one_domain", IN_ONE_DOMAIN)
     kind = {"platform": "gpu", "device_kind": "NVIDIA H200"}
     for domains in (2, 1):
         own = [SimpleNamespace(slice_index=i % domains, **kind) for i in range(4)]
@@ -194,10 +197,10 @@ def test_what_is_chosen_between_hosts_is_said_and_the_users_word_stands(peers):
             tree, 4, compression=dq.Compression(topology=dq.Direct()), verbose=False
         ).reason
         assert ("starts transfers early, 4 at a time" in reason) == (domains == 2)
-        assert xla.compiler_options() == (BETWEEN if domains == 2 else APART)
+        assert links.compiler_options() == (BETWEEN if domains == 2 else APART)
     peers.setenv(CHANNELS, "1")
-    peers.setattr(xla, "_between_hosts", lambda: True)
-    xla.compiler_options()
+    peers.setattr(links, "_between_hosts", lambda: True)
+    links.compiler_options()
     assert os.environ[CHANNELS] == "1"
 
 
@@ -218,60 +221,60 @@ def test_the_first_call_between_hosts_chooses_nccls_sockets_where_nobody_has(
     """NCCL reads the variables at a process's first collective. Decorating sets nothing."""
     if vendor:
         (tmp_path / "vendor").write_text(f"{vendor}\n")
-    peers.setattr(xla, "_VENDORS", str(tmp_path / "*"))
+    peers.setattr(links, "_VENDORS", str(tmp_path / "*"))
     for name, value in given.items():
         if name == "NCCL_CONF_FILE":
             (tmp_path / "nccl.conf").write_text(value)
             value = str(tmp_path / "nccl.conf")
-            peers.setattr(xla, "_VENDORS", str(tmp_path / "none"))
+            peers.setattr(links, "_VENDORS", str(tmp_path / "none"))
         peers.setenv(name, value)
     before = dict(os.environ)
     peers.setattr(jax, "default_backend", lambda: pytest.fail("starts the backend"))
-    xla.jit(lambda x: x)
-    step = xla.jit(donate_argnums=())(lambda x: x)
+    links.jit(lambda x: x)
+    step = links.jit(donate_argnums=())(lambda x: x)
     peers.setattr(jax, "default_backend", lambda: "cpu")
     step.trace(1.0)
     assert dict(os.environ) == before
     peers.setattr(jax, "default_backend", lambda: "gpu")
-    peers.setattr(xla, "_between_hosts", lambda: True)
+    peers.setattr(links, "_between_hosts", lambda: True)
     for who in ("by the first call of a function of dq.jit", "by dq.jit"):
-        said = xla.between_hosts()
+        said = links.between_hosts()
         for name, value in zip(SOCKETS, chosen, strict=True):
             assert f"{name}={value or 'by NCCL'}" in said
         assert (f"({who})" in said) == (None not in chosen)
         assert dict(os.environ) == before or who == "by dq.jit"
-        xla.jit(lambda x: x).trace(1.0)
+        links.jit(lambda x: x).trace(1.0)
     assert tuple(map(os.environ.get, SOCKETS)) == chosen
 
 
 def test_copy_engines_serve_in_programs_with_the_option_alone(peers):
-    options = xla.compiler_options()
+    options = links.compiler_options()
     assert options["xla_gpu_collective_permute_mode"] == "COLLECTIVES_PEER_MEMORY"
-    assert xla.copy_engines() is None
-    with xla.compiled_by(options):
-        assert xla.copy_engines() == "dq.jit compiles the program"
-        with xla.compiled_by({}):
-            assert xla.copy_engines() is None
+    assert links.copy_engines() is None
+    with links.compiled_by(options):
+        assert links.copy_engines() == "dq.jit compiles the program"
+        with links.compiled_by({}):
+            assert links.copy_engines() is None
         peers.setenv("XLA_FLAGS", "--xla_gpu_collective_permute_mode=peer")
-        assert "XLA_FLAGS" in str(xla.copy_engines())
+        assert "XLA_FLAGS" in str(links.copy_engines())
         peers.setattr(jax, "process_count", lambda: 2)
-        assert xla.copy_engines() is None
+        assert links.copy_engines() is None
 
 
 def test_options_that_xla_does_not_know_are_noticed():
-    assert not xla._is_known("xla_gpu_no_such_option", 1)
-    assert xla._is_known("xla_cpu_enable_fast_math", False)
+    assert not links._is_known("xla_gpu_no_such_option", 1)
+    assert links._is_known("xla_cpu_enable_fast_math", False)
 
 
 def test_what_jit_traces_knows_of_its_options(peers):
-    peers.setattr(xla, "compiler_options", lambda: {xla._FLAG: "COLLECTIVES_PEER_MEMORY"})
+    peers.setattr(links, "compiler_options", lambda: {links._FLAG: "COLLECTIVES_PEER_MEMORY"})
     found = []
 
     def step(x, *, number):
-        found.append((number, xla.copy_engines()))
+        found.append((number, links.copy_engines()))
         return x
 
-    own = xla.jit(step, static_argnames="number")
+    own = links.jit(step, static_argnames="number")
     own.trace(1.0, number=1)
     jax.jit(step, static_argnames="number").trace(1.0, number=2)
     assert found == [(1, "dq.jit compiles the program"), (2, None)]

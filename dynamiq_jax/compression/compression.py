@@ -22,9 +22,8 @@ from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import EXCLUDED, PADDED, Kind, Native, Plan
 from dynamiq_jax.topologies import AnyTopology, Direct, Topology
-from dynamiq_jax.topologies.choice import automatic, with_transport
-from dynamiq_jax.topologies.links import fast_links, slow_by_choice
-from dynamiq_jax.topologies.transports import TransportName
+from dynamiq_jax.topologies.links import TransportName, fast_links, slow_by_choice
+from dynamiq_jax.topologies.schedules import automatic, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
@@ -54,9 +53,9 @@ class Compression(Options):
 
     Attributes:
       method: as ``compression`` of `psum`, a method or a function that chooses one for every leaf.
-      topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.choice`.
+      topology: the route of payloads; `None` chooses by `dynamiq_jax.topologies.schedules`.
       transport: how payloads are sent, for a topology that does not say it: "collectives",
-        "permutes" or "push", see `dynamiq_jax.topologies.transports`. Default: "permutes" in
+        "permutes" or "push", see `dynamiq_jax.topologies.links`. Default: "permutes" in
         programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory. Over NVLink
         in one process, sums of medium size are "push", unless they run beside a backward pass;
         `explain` says up to which size.

@@ -12,7 +12,7 @@ from dynamiq_jax.core.checks import axis_counts
 from dynamiq_jax.former import formerly
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import Hierarchical
-from dynamiq_jax.topologies.choice import assumed
+from dynamiq_jax.topologies.schedules import assumed
 from dynamiq_jax.tree.placement import placed_leaves
 
 

@@ -29,7 +29,7 @@ from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory
 from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod, chunk_noise
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import gradients_in
+from dynamiq_jax.topologies.schedules import gradients_in
 
 LONGEST_PERIOD = 4096
 MOST_WORKERS = 4096

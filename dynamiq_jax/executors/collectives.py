@@ -1,6 +1,6 @@
 """Runs schedules by XLA's collectives inside a mapped axis: all-to-all, ppermute, all-gather.
 
-How payloads travel is the topology's transport (`topologies.transports`).
+How payloads travel is the topology's transport (`topologies.links`).
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from jaxtyping import Int
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Rounds, Step, Topology
-from dynamiq_jax.topologies.base import check_schedule, chunk_table, permuted, sink_slot
-from dynamiq_jax.topologies.transports import Transport
+from dynamiq_jax.topologies.links import Transport
+from dynamiq_jax.topologies.schedules import check_schedule, chunk_table, permuted, sink_slot
 
 
 class _Received(NamedTuple):

@@ -16,7 +16,7 @@ from jaxtyping import Int
 
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import chunk_table, sink_slot, steps_of
+from dynamiq_jax.topologies.schedules import chunk_table, sink_slot, steps_of
 
 CodecOf = Callable[[Any, Array], ChunkCodec]
 """(arrays, worker) -> the codec of that worker's gradient, which has one chunk; hashable."""

@@ -38,7 +38,7 @@ SEEDS = 2**10
 """Elements of the largest array that counts as a seed: words of each worker, not noise."""
 
 Slot = int
-"""Number of a value in the program; an encoding's slot (`topologies.base`) is something else."""
+"""Number of a value in the program; not the slot of an encoding (`topologies.schedules`)."""
 
 
 class Operation(NamedTuple):

@@ -21,7 +21,7 @@ from dynamiq_jax.core.checks import Options
 from dynamiq_jax.core.seeds import Seed
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Topology
-from dynamiq_jax.topologies.base import n_slots
+from dynamiq_jax.topologies.schedules import n_slots
 from dynamiq_jax.tree.leaves import Bucket, Leaf, ScaleAxis
 from pallas_kernels import Choice
 

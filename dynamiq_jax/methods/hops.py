@@ -22,7 +22,7 @@ from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import Call, Collective, Outcome, TellsLosses
 from dynamiq_jax.methods.metrics import PayloadFacts
 from dynamiq_jax.topologies import Direct, Topology
-from dynamiq_jax.topologies.base import check_schedule
+from dynamiq_jax.topologies.schedules import check_schedule
 
 Message = Any
 """A pytree of arrays: the contribution of one worker to the agreement, or that of all."""

@@ -43,7 +43,7 @@ MODEL = {
 
 
 LARGE = {
-    "num_layers": 12, "embed_dim": 1536, "hidden_dim": 6144, "num_heads": 12, "head_dim": 128,
+    "num_layers": 6, "embed_dim": 2048, "hidden_dim": 8192, "num_heads": 16, "head_dim": 128,
     "sliding_window_size": 512,
 }  # fmt: skip
 

@@ -44,7 +44,7 @@ VARIANTS = {
 
 
 SMALL = {"D": 128, "H": 8, "L": LENGTH, "N": 2, "F": 512, "dtype": "float32"}
-LARGE = {"D": 1536, "H": 16, "L": 1024, "N": 12, "F": 6144, "dtype": "bfloat16"}
+LARGE = {"D": 2048, "H": 16, "L": 1024, "N": 6, "F": 8192, "dtype": "bfloat16"}
 
 
 def train(steps: int, fsdp: bool, large: bool = False) -> Trained:

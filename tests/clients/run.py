@@ -12,12 +12,16 @@ model is small; its loss, state, shardings and step are its own. Prints for ever
 the last step, the bytes that one device sends per step, and whether all copies of the state are
 equal; README.md has the figures. ``--gpus`` takes the GPUs of this machine or of all hosts, and a
 model of their size, of clients whose ``train`` takes ``large``; it tells milliseconds instead of
-bytes.
+bytes. All is said as it comes, so that a run that is stopped leaves what it has found: seconds from
+the run's start to the first and second batch and the end of the first step, milliseconds of every
+later step, a run's line, and the row of the runs until then. Runs on GPUs share a folder of
+compiled programs (``JAX_COMPILATION_CACHE_DIR``, if it is set), by which later ones start faster.
 
 Needs flax, optax, orbax-checkpoint and ml_collections. Not part of the library's tests.
 """
 
 import argparse
+import functools
 import importlib
 import itertools
 import json
@@ -28,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -60,6 +65,7 @@ def main() -> int:
     parser.add_argument("--only", choices=METHODS, nargs="+", default=ON_CPU, help="some runs")
     parser.add_argument("--gpus", action="store_true", help="a larger model, on GPUs")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--run", default="", help=argparse.SUPPRESS)
     options = parser.parse_args()
     module = importlib.import_module(f"clients.{options.client}")
     if options.child:
@@ -68,10 +74,15 @@ def main() -> int:
     failed = False
     for variant in [options.variant] if options.variant else module.VARIANTS:
         client = module.VARIANTS[variant]
-        print(f"\n{options.client}, {variant}: {client.repository} {client.commit[:10]}")
-        found = {run: _run(options, variant, client, run) for run in options.only}
-        _report(options.client, variant, client, found)
-        failed |= None in found.values()
+        title = f"{options.client}, {variant}"
+        print(f"\n{title}: {client.repository} {client.commit[:10]}", flush=True)
+        found: dict[str, dict] = {}
+        for run in options.only:
+            result = _run(options, variant, client, run)
+            if result:
+                found[run] = result
+                _report(title, client, found, options.gpus or len(found) == len(options.only))
+        failed |= len(found) < len(options.only)
     return int(failed)
 
 
@@ -93,29 +104,42 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
         command = [sys.executable, __file__, options.client, str(options.checkout)]
         command += ["--seed", str(options.seed), "--variant", variant, "--child", folder]
         if options.gpus:
-            command, own = [*command, "--gpus"], {}
+            command, own = [*command, "--gpus", "--run", run], _cache_of_programs()
         if subprocess.run(command, env=os.environ | own, check=False).returncode:
             return None
         return {"lines": n_lines, **json.loads((root / "result").read_text())}
 
 
-def _report(name: str, variant: str, client, found: dict[str, dict | None]) -> None:
-    """Prints what every run gave, and the client's row of the table."""
-    ran = {run: result for run, result in found.items() if result}
-    first = next(iter(ran.values()), {})
-    for run, result in ran.items():
-        copies = "equal" if result["equal"] else "DIFFER"
-        kept = "kept" if result["shardings"] == first["shardings"] else "CHANGED"
-        print(
-            f"{run}: {result['losses'][0]:.6f} to {result['losses'][-1]:.6f}, copies {copies}, "
-            f"shardings {kept}, compiled in {result['compile_s']:.1f} s"
-        )
-    lines = max(result["lines"] for result in ran.values()) if ran else 0
-    losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in ran.values())
-    sent = " / ".join(result["sent"] for result in ran.values())
-    compiled = " / ".join(f"{result['compile_s']:.1f}" for result in ran.values())
-    row = [f"{name}, {variant}", client.mesh, str(lines), losses, sent, compiled]
-    print("|", " | ".join(row), "|")
+def _cache_of_programs() -> dict[str, str]:
+    """The variables by which runs of this machine share programs and what autotuning found.
+
+    Of several hosts JAX has the first one write; the others read it where they share a disk.
+    """
+    folder = str(Path(tempfile.gettempdir()) / "dynamiq_jax_clients")
+    names = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
+    return {name: os.environ.get(name, own) for name, own in zip(names, (folder, "0"), strict=True)}
+
+
+def _report(title: str, client, found: dict[str, dict], with_row: bool) -> None:
+    """Prints what the last run gave, and the client's row of the table as far as it is known."""
+    run, result = list(found.items())[-1]
+    first = next(iter(found.values()))
+    copies = "equal" if result["equal"] else "DIFFER"
+    kept = "kept" if result["shardings"] == first["shardings"] else "CHANGED"
+    print(
+        f"{run}: {result['losses'][0]:.6f} to {result['losses'][-1]:.6f}, copies {copies}, "
+        f"shardings {kept}, compiled in {result['compile_s']:.1f} s",
+        flush=True,
+    )
+    if not with_row:
+        return
+    lines = max(result["lines"] for result in found.values())
+    losses = " / ".join(f"{result['losses'][-1]:.4f}" for result in found.values())
+    sent = " / ".join(result["sent"] for result in found.values())
+    compiled = " / ".join(f"{result['compile_s']:.1f}" for result in found.values())
+    print(
+        "|", " | ".join([title, client.mesh, str(lines), losses, sent, compiled]), "|", flush=True
+    )
 
 
 def _train(module, client, options: argparse.Namespace) -> None:
@@ -123,6 +147,7 @@ def _train(module, client, options: argparse.Namespace) -> None:
     from clients import stubs
     from hlo import sent_bytes
 
+    started = time.time()
     root, stubs.SEED = options.child, options.seed
     own = root / "checkout" / client.folder
     sys.path.insert(0, str(own.parent if client.package else own))
@@ -131,10 +156,10 @@ def _train(module, client, options: argparse.Namespace) -> None:
         from dynamiq_jax.commands.options import join
 
         join(None, 0, "localhost:29400")
+        stubs.Batches.tell = staticmethod(functools.partial(_tell, options.run, started))
     trained = module.train(STEPS, **client.options, **({"large": True} if options.gpus else {}))
     if options.gpus:
-        times = stubs.Batches.asked_at[STEPS // 2 :]
-        sent = f"{statistics.median(b - a for a, b in itertools.pairwise(times)) * 1e3:.0f} ms"
+        sent = f"{_step_ms(stubs.Batches.asked_at):.0f} ms"
     else:
         programs = sorted((root / "dump").glob(f"*.{client.step}.*after_optimizations.txt"))
         sent = f"{sent_bytes(programs[-1].read_text(), 8) / 1e6:.2f}"
@@ -146,6 +171,27 @@ def _train(module, client, options: argparse.Namespace) -> None:
         "compile_s": sum(seconds.values()),
     }
     (root / "result").write_text(json.dumps(result))
+
+
+def _tell(run: str, started: float, asked_at: list[float]) -> None:
+    """Says how far the run is: a trainer asks for a batch when the step before last has ended."""
+    import jax
+
+    if jax.process_index():
+        return
+    number, seconds = len(asked_at) - 1, asked_at[-1] - started
+    said = {0: "the first batch", 1: "the second batch", 2: "the end of the first step"}
+    if number < len(said):
+        print(f"{run}: {seconds:.1f} s to {said[number]}", flush=True)
+    else:
+        last, median = (asked_at[-1] - asked_at[-2]) * 1e3, _step_ms(asked_at)
+        print(f"{run}: batch {number}, {last:.0f} ms, median {median:.0f} ms", flush=True)
+
+
+def _step_ms(asked_at: list[float]) -> float:
+    """The median milliseconds of the later half of the steps, none of them the first two."""
+    taken = [(b - a) * 1e3 for a, b in itertools.pairwise(asked_at)][2:]
+    return statistics.median(taken[len(taken) // 2 :])
 
 
 def _compile_seconds(step: str) -> dict[str, float]:
@@ -179,19 +225,37 @@ def _copies_equal(tree: Any) -> bool:
     import numpy as np
     from jax.experimental import multihost_utils
 
+    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    arrays = [x for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
     if jax.process_count() > 1:
-        arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
-        own = [zlib.crc32(np.asarray(x)) for x in arrays if x.is_fully_replicated]
+        own = [_checksum(x.addressable_data(0)) for x in arrays if x.is_fully_replicated]
         found = multihost_utils.process_allgather(np.array(own, np.uint32))
         return bool((found == found[0]).all())
     first: dict = {}
     return all(
-        first.setdefault((number, str(shard.index)), data) == data
-        for number, x in enumerate(jax.tree.leaves(tree))
-        if isinstance(x, jax.Array) and not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        first.setdefault((number, str(shard.index)), bits) == bits
+        for number, x in enumerate(arrays)
         for shard in x.addressable_shards
-        for data in [np.asarray(shard.data).tobytes()]
+        for bits in [_checksum(shard.data)]
     )
+
+
+def _checksum(x: Any) -> int:
+    """Of the bits of one device's array; a GPU forms it, as gigabytes take long to get here."""
+    import jax
+    import numpy as np
+
+    if next(iter(x.devices())).platform == "cpu":
+        return zlib.crc32(np.asarray(x).tobytes())
+    return int(jax.jit(_sum_of_bits)(x))
+
+
+def _sum_of_bits(x: Any) -> Any:
+    """The sum modulo 2 ** 32 of an array's elements as integers, each times an odd number."""
+    import jax.numpy as jnp
+
+    bits = x.reshape(-1).view(f"uint{8 * x.dtype.itemsize}").astype(jnp.uint32)
+    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,9 @@ class Batches:
     asked_at: ClassVar[list[float]] = []
     """When the trainer asked for each batch, in seconds."""
 
+    tell: ClassVar[Callable[[list[float]], None]] = staticmethod(lambda _: None)
+    """Hears of every batch that the trainer asks for: ``asked_at``."""
+
     def __init__(self, batches: Any, loop: str = "", watch: Callable[[dict], None] | None = None):
         self._batches, self._loop, self._watch = iter(batches), loop, watch
 
@@ -99,7 +102,8 @@ class Batches:
             while frame.f_code.co_name != self._loop:
                 frame = frame.f_back
             self._watch(frame.f_locals)
-        self.asked_at.append(time.perf_counter())
+        self.asked_at.append(time.time())
+        self.tell(self.asked_at)
         for batch in self._batches:
             return batch
         raise Enough

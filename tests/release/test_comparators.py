@@ -41,7 +41,7 @@ from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.powersgd import orthonormal
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.base import Call
-from dynamiq_jax.topologies.base import gradients_in
+from dynamiq_jax.topologies.schedules import gradients_in
 
 KEY = jax.random.key(1)
 of = dq.contrib

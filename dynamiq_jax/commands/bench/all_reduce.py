@@ -31,7 +31,7 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.core import meshes
 from dynamiq_jax.methods.metrics import vnmse
-from dynamiq_jax.topologies.xla import compiled_by, compiler_options, jit
+from dynamiq_jax.topologies.links import compiled_by, compiler_options, jit
 
 AXES = ("node", "gpu")
 """The axes of the mesh; one node has the last of them alone."""

@@ -14,7 +14,7 @@ from jax import lax
 
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.native import MatrixMethod, NativeMethod
-from dynamiq_jax.topologies.xla import known
+from dynamiq_jax.topologies.links import known
 
 
 def _whole_bits(method: Callable[..., Any], bits: float | None = None, **options) -> Any:

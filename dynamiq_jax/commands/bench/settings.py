@@ -19,7 +19,7 @@ from dynamiq_jax.commands.bench.contenders import TOPOLOGIES, Contender, uncompr
 from dynamiq_jax.commands.bench.timing import Timing, compile_calls, time_calls
 from dynamiq_jax.compression.compression import AnyTopology
 from dynamiq_jax.compression.explanation import Explanation
-from dynamiq_jax.topologies.xla import compiled_by, compiler_options
+from dynamiq_jax.topologies.links import compiled_by, compiler_options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import all_reduce, contenders, tables
 from dynamiq_jax.commands.options import announce, checked, checked_file
 from dynamiq_jax.commands.report import hosts, network, page, steps
-from dynamiq_jax.topologies.choice import automatic
+from dynamiq_jax.topologies.schedules import automatic
 
 LEAST, MOST = 3, 20
 """Timed samples of each row."""

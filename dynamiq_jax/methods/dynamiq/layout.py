@@ -20,7 +20,7 @@ from pallas_kernels.format import TILE_ROWS, WireFormat
 WORD_BITS = 32
 MOST_SAMPLES = 2**14
 """The number of coordinates that a worker sends of a bucket without a plan. With their squares they
-take more bytes than the limit up to which XLA combines all-reduces (`topologies.xla`)."""
+take more bytes than the limit up to which XLA combines all-reduces (`topologies.links`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
