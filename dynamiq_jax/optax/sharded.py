@@ -598,9 +598,9 @@ class _Leaves(NamedTuple):
         wide = [x.dtype for x in jax.tree.leaves(state.sent.copies)]
         of = zip(self.slices, _slices(added, self.total), wide, strict=True)
         copies = [_sum(x, y).astype(jnp.promote_types(x.dtype, dtype)) for x, y, dtype in of]
-        copies, added = zip(*map(together, copies, added), strict=True)
-        sent = Sent(state.sent.step.after(state.step + 1), self.treedef.unflatten(copies))
-        return sent, list(added)
+        pairs = list(map(together, copies, added))
+        copies = self.treedef.unflatten(copy for copy, _ in pairs)
+        return Sent(state.sent.step.after(state.step + 1), copies), [x for _, x in pairs]
 
     def exact_differences(self, masters: Any) -> list[Array]:
         """The differences of leaves that are not split, which all workers know, and zeros."""
