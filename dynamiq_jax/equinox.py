@@ -17,9 +17,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.axis import AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_explicit
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
 from dynamiq_jax.training.value_and_grad import ForAuto, gradients, mesh_around

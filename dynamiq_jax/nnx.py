@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_explicit
 from dynamiq_jax.former import formerly, unless
 from dynamiq_jax.jaxprs.passing import passed_arguments
 from dynamiq_jax.reduction.reduction import Reduction

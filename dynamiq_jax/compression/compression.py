@@ -14,9 +14,8 @@ from jax.sharding import Mesh
 
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, Options, axis_counts, check_axis, check_fields, sizes_on
-from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import Limits
 from dynamiq_jax.methods.levels import TwoLevels

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
-from dynamiq_jax.methods.base import Limits, Method, check_shards
+from dynamiq_jax.methods.base import HopMethod, Limits, Method, check_shards
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
-from dynamiq_jax.methods.hops import HopMethod
 from dynamiq_jax.methods.levels import TwoLevels
 from dynamiq_jax.plan.plan import Kind, native_share
 from dynamiq_jax.topologies import AnyTopology, Topology

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import jax
 from jax import Array
 
-from dynamiq_jax.core.axis import Axis, together
+from dynamiq_jax.core.axis import Axis, Seed, key_words, together
 from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, key_words
 from dynamiq_jax.methods import State
 from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
 from dynamiq_jax.tree.leaves import Bucket

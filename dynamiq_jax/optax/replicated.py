@@ -12,9 +12,8 @@ from jaxtyping import Int
 
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, is_outside, mesh_of, resharded
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_outside, mesh_of, resharded
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers

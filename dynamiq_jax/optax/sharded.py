@@ -27,20 +27,24 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.compression.shards import divisions, gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName, together
-from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.meshes import (
+from dynamiq_jax.core.axis import (
+    Axis,
+    AxisName,
     auto_mesh_of,
+    check_key,
+    fold_seed,
     is_explicit,
     is_outside,
     is_traced,
+    key_words,
     mesh_of,
     meshes_of,
     resharded,
     set_around,
+    together,
 )
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays

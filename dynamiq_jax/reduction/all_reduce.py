@@ -8,9 +8,8 @@ import jax
 from jax import Array
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.core.axis import AxisName, is_outside
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced

@@ -10,11 +10,9 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, Seed, by_device_order, key_words
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import half_reduced_axes, is_constant, is_transposed
-from dynamiq_jax.core.meshes import by_device_order
-from dynamiq_jax.core.seeds import Seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.engine.run import Values, run
 from dynamiq_jax.methods import Method, State
@@ -182,7 +180,7 @@ class AllReduce(NamedTuple):
     op: Op
     metrics: bool = False
     asks: bool = False
-    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.axis.knows_devices`)."""
 
     def native(self, leaves: Sequence[Native], values: Values) -> Values:
         """One call, so that XLA may send all leaves together."""

@@ -19,9 +19,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import first_states
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, mesh_of, resharded
 from dynamiq_jax.core.explicit import check_partitioner
-from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced

@@ -17,11 +17,9 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import Compression, first_states
 from dynamiq_jax.compression.shards import Dimensions, Shards
-from dynamiq_jax.core.axis import Axis, Varying
+from dynamiq_jax.core.axis import Axis, Varying, check_key, fold_seed, key_words, knows_devices
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.meshes import knows_devices
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import BF16, F32, State
 from dynamiq_jax.methods.base import check_choice

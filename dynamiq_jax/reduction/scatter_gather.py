@@ -15,9 +15,8 @@ from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.shards import Dimensions, Exchange
-from dynamiq_jax.core.axis import Axis, AxisName, Varying
+from dynamiq_jax.core.axis import Axis, AxisName, Seed, Varying, check_key, key_words
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
-from dynamiq_jax.core.seeds import Seed, check_key, key_words
 from dynamiq_jax.engine.run import Values, no_buckets, run
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State

@@ -14,10 +14,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, knows_devices, telling_shardings
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
-from dynamiq_jax.core.meshes import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
@@ -87,7 +86,7 @@ class _Known(NamedTuple):
     folded: tuple[bool, ...]
     """Which of these are keys into which workers fold their numbers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.axis.knows_devices`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

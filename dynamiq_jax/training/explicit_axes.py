@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, resharded
 from dynamiq_jax.core.compat import name_of
 from dynamiq_jax.core.explicit import (
     check_partitioner,
@@ -26,7 +26,6 @@ from dynamiq_jax.core.explicit import (
     refusals,
     traced_for,
 )
-from dynamiq_jax.core.meshes import resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, gathered_over
 from dynamiq_jax.jaxprs.passing import inputs_of

@@ -14,8 +14,8 @@ from jax import Array
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.core.axis import mesh_of, resharded
 from dynamiq_jax.core.explicit import traced_for
-from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.reduction.explicit_sums import large_leaves, reduce_unreduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_shards import BACKWARD

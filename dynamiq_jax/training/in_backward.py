@@ -11,11 +11,9 @@ from jax import Array
 from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.compression.shards import gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, check_key, is_outside, key_words
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
-from dynamiq_jax.core.meshes import is_outside
-from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.former import formerly
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_shards import gather_outside

@@ -32,9 +32,8 @@ from jax import Array, lax
 
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.compression.shards import gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.pending import Pending

@@ -15,9 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, check_set_mesh, is_explicit, mesh_of, set_around
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
-from dynamiq_jax.core.meshes import check_set_mesh, is_explicit, mesh_of, set_around
 from dynamiq_jax.former import formerly, unless
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
