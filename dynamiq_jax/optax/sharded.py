@@ -24,8 +24,12 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.compression import (
+    AnyPolicy,
+    Compression,
+    as_compression,
+    as_parameters,
+)
 from dynamiq_jax.compression.shards import divisions, gathers_of
 from dynamiq_jax.core.axis import (
     Axis,
@@ -52,18 +56,19 @@ from dynamiq_jax.jaxprs.owners import Owners
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
-from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Pending, Reduction, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
-from dynamiq_jax.tree.leaves import describe_leaves, name_of, shown
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     Padding,
     axes_of,
     constrained,
+    describe_leaves,
     flat_specs,
+    name_of,
     names_of,
     padding_of,
     placement_of,
+    shown,
     split_of,
     whole_shape,
 )

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import axes_of, restrict_spec
+from dynamiq_jax.tree.leaves import axes_of, restrict_spec
 
 
 class Wanted(NamedTuple):
