@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
 from dynamiq_jax import former
-from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.compression import Compression, Policy
 from dynamiq_jax.compression.explain import explain
-from dynamiq_jax.compression.policy import Policy
 from dynamiq_jax.core.axis import make_mesh
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format

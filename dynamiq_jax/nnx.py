@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import Axis, AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis

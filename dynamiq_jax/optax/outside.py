@@ -17,8 +17,7 @@ from dynamiq_jax.core.axis import Axis, knows_devices, mesh_of, set_around
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.explicit_sums import check_axes, unreduced_axes
 from dynamiq_jax.reduction.worker_gradients import check_terms, has_terms, stacked_terms
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_above_one, restrict_spec
+from dynamiq_jax.tree.leaves import axes_above_one, describe_leaves, restrict_spec
 
 
 class Outside(NamedTuple):

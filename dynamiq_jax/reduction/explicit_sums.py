@@ -26,10 +26,10 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     bucket_axes,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis, knows_devices, set_around
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import axes_above_one, constrained
+from dynamiq_jax.tree.leaves import axes_above_one, constrained
 
 
 class Placement(NamedTuple):

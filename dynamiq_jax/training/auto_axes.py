@@ -21,18 +21,17 @@ from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.buckets import share_of, weigh
-from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
+from dynamiq_jax.reduction.reduction import Reduction, share_of, warn_of_gather, weigh
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
 from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans, warn_of_scan
 from dynamiq_jax.training.wanted import Wanted
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,
     constrained,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,

@@ -58,10 +58,10 @@ from dynamiq_jax.training.explicit_shards import (
 )
 from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans
 from dynamiq_jax.training.wanted import Wanted
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,
+    describe_leaves,
     names_of,
     placed_leaves,
     restrict_spec,

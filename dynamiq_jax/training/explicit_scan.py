@@ -22,7 +22,7 @@ from dynamiq_jax.training.explicit_shards import BACKWARD
 from dynamiq_jax.training.in_backward import gradient_like, inexact_leaves
 from dynamiq_jax.training.interleaved import Seeds, without
 from dynamiq_jax.training.layers import Body, Loop, row_of, row_of_gradients
-from dynamiq_jax.tree.placement import axes_of
+from dynamiq_jax.tree.leaves import axes_of
 
 
 class Outside(NamedTuple):

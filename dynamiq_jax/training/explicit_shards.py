@@ -27,7 +27,7 @@ from dynamiq_jax.reduction.explicit_sums import (
     scattered_spec,
 )
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import restrict_spec
+from dynamiq_jax.tree.leaves import restrict_spec
 
 _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
 BACKWARD = 1

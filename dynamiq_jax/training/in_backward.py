@@ -8,8 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.compression import (
+    AnyPolicy,
+    Compression,
+    as_compression,
+    as_parameters,
+)
 from dynamiq_jax.compression.shards import gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName, check_key, is_outside, key_words
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis

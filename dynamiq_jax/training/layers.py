@@ -37,8 +37,7 @@ from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.in_backward import Reducer, gradient_like, inexact_leaves
 from dynamiq_jax.training.interleaved import Beside, Gathers, Pipeline, Seeds, arrive, send, without
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import names_of
+from dynamiq_jax.tree.leaves import describe_leaves, names_of
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(one layer's parameters, values for all layers, x) -> (x, the layer's output)."""

@@ -9,7 +9,7 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.compression.shards import gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName, check_key, key_words
 from dynamiq_jax.core.checks import Op, check_axis

@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, get_abstra
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import Axis, AxisName, check_set_mesh, is_explicit, mesh_of, set_around
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
@@ -26,7 +26,7 @@ from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
 from dynamiq_jax.training.explicit_axes import ExplicitGrad
 from dynamiq_jax.training.lifting import Losses, lifted
 from dynamiq_jax.training.wanted import Wanted, apart, together
-from dynamiq_jax.tree.placement import check_nodes
+from dynamiq_jax.tree.leaves import check_nodes
 
 
 @formerly(reduce=unless("unreduced", default=True), gather=unless("ungathered", default=True))

@@ -13,7 +13,7 @@ from dynamiq_jax.compression.compression import Compression
 from dynamiq_jax.core.axis import is_explicit, key_words, resharded
 from dynamiq_jax.reduction.explicit_sums import scattered_spec
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import axes_above_one, axes_of, restrict_spec
+from dynamiq_jax.tree.leaves import axes_above_one, axes_of, restrict_spec
 
 
 class Wanted(NamedTuple):
