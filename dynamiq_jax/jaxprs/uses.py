@@ -41,6 +41,7 @@ from dynamiq_jax.jaxprs.derived import (
     has_own_derivative,
     is_inexact,
     keeps_terms,
+    map_rows,
 )
 from dynamiq_jax.jaxprs.primitives import CHECKPOINTS, JITS, MAP, ON_AUTO, TYPED
 from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts, within
@@ -223,6 +224,8 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
             return evaluate(equation, *twins)  # JAX has taken these very types
         if name in TYPED:
             return _by_rule(equation, operands)
+        if name == MAP:
+            return map_rows(equation, twins)
     except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None

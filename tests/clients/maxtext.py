@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import datetime
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 from clients.client import Change, Client, Trained
-from clients.stubs import Batches, StandIn, stand_in, token_rows
+from clients.stubs import Batches, stand_in, token_rows
 
 ROWS, LENGTH, VOCABULARY = 16, 32, 256
 
@@ -24,8 +23,8 @@ def patch(axis: str, options: str = "") -> tuple[Change, ...]:
     """The dropout's keys are whole on all workers; the loss's weight is its number of tokens."""
     new = f"""grad_func = dq.value_and_grad(
           diff_wrapper, argnums=(0, 1), has_aux=True, axis_name="{axis}", compression=METHOD,
-          batch_specs={{"rest": jax.P()}}, aux=({{"xent_sum": "sum", "total_weights": "sum"}}, "same"),
-          weight=lambda *args: jnp.sum(args[-1]["targets_segmentation"] != 0){options})
+          batch_specs={{"rest": jax.P()}}, weight=lambda *x: jnp.sum(x[-1]["targets_segmentation"] != 0),
+          aux=({{"xent_sum": "sum", "total_weights": "sum"}}, "same"){options})
 """
     return IMPORT, Change(CALL, new)
 
@@ -47,8 +46,8 @@ VARIANTS = {
 }
 MISSING = (
     "pathwaysutils", "pathwaysutils.elastic", "jinja2", "immutabledict", "xprof.cli.tools",
-    "einshape.src.jax", "grain.experimental", "grain.python", "transformers", "tiktoken.load", "sentencepiece",
-    "sympy", "ml_goodput_measurement",
+    "einshape.src.jax", "grain.experimental", "grain.python", "transformers", "tiktoken.load",
+    "sentencepiece", "sympy", "ml_goodput_measurement",
 )  # fmt: skip
 PIPELINE = "maxtext.input_pipeline.input_pipeline_interface"
 OWN_MISSING = (
@@ -71,7 +70,6 @@ def train(steps: int, parallelism: dict[str, int]) -> Trained:
     import maxtext  # noqa: F401
 
     stand_in(*OWN_MISSING)
-    import jax
     from flax import nnx
     from maxtext.trainers.pre_train import train as trainer
 
