@@ -23,9 +23,9 @@ def patch(axis: str, options: str = "") -> tuple[Change, ...]:
     """The dropout's keys are whole on all workers; the loss's weight is its number of tokens."""
     new = f"""grad_func = dq.value_and_grad(
           diff_wrapper, argnums=(0, 1), has_aux=True, axis_name="{axis}", compression=METHOD,
-          batch_specs={{"rest": jax.P()}}, weight=lambda *x: jnp.sum(x[-1]["targets_segmentation"] != 0),
-          aux=({{"xent_sum": "sum", "total_weights": "sum"}}, "same"){options})
-"""
+          batch_specs={{"rest": jax.P()}}, aux=(AUX, "same"){options},
+          weight=lambda *args: jnp.sum(args[-1]["targets_segmentation"] != 0))
+""".replace("AUX", '{"xent_sum": "sum", "total_weights": "sum"}')
     return IMPORT, Change(CALL, new)
 
 
