@@ -203,7 +203,7 @@ class Reducer:
         return self._gradients(self._leaves, self.row(reduced))
 
     def row(self, reduced: Any) -> list[Array]:
-        """What was reduced, which varies, in type, where the parameters do."""
+        """The reduced gradients of one layer, which vary, in type, where the parameters do."""
         moving, found = inexact_leaves(self._leaves), []
         for own, x in zip(moving, jax.tree.leaves(reduced), strict=True):
             axes = tuple(name for name in self.axis.names if name in varying_axes(own))
