@@ -36,9 +36,14 @@ from dynamiq_jax.core.compat import inner_jaxprs
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder
 from dynamiq_jax.methods import DynamiQ
 from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.dynamiq.codec import SharedPlan, chunk_codec, shared_plan
+from dynamiq_jax.methods.dynamiq.codec import (
+    SharedPlan,
+    chunk_codec,
+    order_and_tiles,
+    pack_statistics,
+    shared_plan,
+)
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, pack_statistics
 from dynamiq_jax.topologies import Direct
 from dynamiq_jax.tree.leaves import joined
 from pallas_kernels import (

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import dynamiq_jax.core.interrupts  # noqa: F401  # before JAX: what SIGINT does meanwhile
 from dynamiq_jax import former
-from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.compression.compression import Compression, Policy
 from dynamiq_jax.compression.explain import explain
-from dynamiq_jax.compression.policy import Policy
-from dynamiq_jax.core.meshes import make_mesh
+from dynamiq_jax.core.axis import make_mesh
 from dynamiq_jax.jaxprs.constraints import with_sharding_constraint
 from dynamiq_jax.methods import BF16, F32, DynamiQ, ErrorFeedback, Format
 from dynamiq_jax.plan.model_tree import save_model_tree

@@ -20,7 +20,7 @@ from workers import OnHost, auto_mesh
 
 import dynamiq_jax as dq
 from dynamiq_jax import contrib
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 SMALL: dict[str, Any] = {"min_leaf_size": 1, "min_bucket_size": 1}
 """Compress however small a leaf is."""

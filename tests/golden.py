@@ -46,8 +46,8 @@ from kernel_runs import payloads as arriving
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.methods.dynamiq.codec import make_plan, order_and_tiles
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.dynamiq.plan import make_plan, order_and_tiles
 
 FILE = Path(__file__).with_name("golden.json")
 KEY = 7

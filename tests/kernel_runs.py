@@ -16,9 +16,8 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import Arrived, Encoder
 from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.dynamiq.allocation import allocate
-from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles, upgrades_of
+from dynamiq_jax.methods.dynamiq.codec import order_and_tiles, upgrades_of
+from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, allocate, make_layout
 
 FORMATS = {
     "default": dq.DynamiQ().allocation(8, dq.Direct()).fmt,

@@ -20,7 +20,7 @@ from workers import auto_mesh, gradient
 
 import dynamiq_jax as dq
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import fingerprint
 
 TREE = {"w": jnp.ones((300, 400)), "b": jnp.ones(7, jnp.bfloat16)}

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from workers import plan_widths
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.dynamiq.allocation import width_upgrades
-from dynamiq_jax.methods.dynamiq.plan import make_plan, upgrades_of
+from dynamiq_jax.methods.dynamiq.codec import make_plan, upgrades_of
+from dynamiq_jax.methods.dynamiq.layout import width_upgrades
 from dynamiq_jax.topologies import Stage
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 

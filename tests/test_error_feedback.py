@@ -17,7 +17,7 @@ from cases import LOOP, daily, first_state, over, small, stepper
 from workers import gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods import error_feedback
 
 KEY = jax.random.key(3)

@@ -23,7 +23,7 @@ from workers import auto_mesh
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 import pallas_kernels.backend
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import checks
 from pallas_kernels import resolve_backend
 

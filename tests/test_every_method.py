@@ -16,7 +16,7 @@ from test_wire_bytes import TREE, lower, moved_bits
 from workers import compilations, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
 
 KEY = jax.random.key(1)

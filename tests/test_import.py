@@ -13,6 +13,7 @@ import dynamiq_jax as dq
 from dynamiq_jax import former
 from dynamiq_jax.contrib import liec
 from dynamiq_jax.core import checks
+from dynamiq_jax.topologies import links
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -206,6 +207,7 @@ FORMER = {
         "LIECState",
         liec.LIECState,
     ),
+    "dynamiq_jax.topologies.xla": ("compiler_options", links.compiler_options),
 }
 """Modules of version 0.4, with a name of each and what it is now."""
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, gradient, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
 
 N, PARTS, MODEL = 4, 2, 1

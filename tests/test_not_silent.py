@@ -15,7 +15,7 @@ from workers import auto_mesh, mesh_of
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import compat
 from dynamiq_jax.core import explicit as explicit
 

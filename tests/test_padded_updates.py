@@ -21,7 +21,7 @@ from workers import auto_mesh, compilations, mesh_of, promoting, put
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax import contrib
-from dynamiq_jax.tree.placement import split_dimension
+from dynamiq_jax.tree.leaves import split_dimension
 
 F32 = dataclasses.replace(EXACT, min_leaf_size=64)
 SOME = dataclasses.replace(small(contrib.MinMax()), min_leaf_size=64)

@@ -22,7 +22,7 @@ from workers import auto_mesh, compilations
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.reduction import pending as pending_module
+from dynamiq_jax.reduction import reduction
 
 LIMITS = {"min_leaf_size": DIM * DIM, "min_bucket_size": 1, "min_bucket_bytes": 0}
 F32 = dataclasses.replace(EXACT, **LIMITS)
@@ -149,7 +149,7 @@ def test_gathered_compiles_once():
 
 def test_a_step_that_takes_no_differences_warns(monkeypatch):
     """Its parameters would never move."""
-    monkeypatch.setattr(pending_module, "_taken", set())
+    monkeypatch.setattr(reduction, "_taken", set())
     optimizer = make(deferred=True)
     params, state = start(optimizer)
     specs = dq.optax.state_specs(state)

@@ -15,10 +15,15 @@ from cases import daily
 from workers import plan_widths
 
 import dynamiq_jax as dq
-from dynamiq_jax.core.seeds import statistics_seed
-from dynamiq_jax.methods.dynamiq.allocation import allocate, stage_bits, width_upgrades
-from dynamiq_jax.methods.dynamiq.layout import Transfers, make_layout
-from dynamiq_jax.methods.dynamiq.plan import make_plan, pack_statistics, upgrades_of
+from dynamiq_jax.core.axis import statistics_seed
+from dynamiq_jax.methods.dynamiq.codec import make_plan, pack_statistics, upgrades_of
+from dynamiq_jax.methods.dynamiq.layout import (
+    Transfers,
+    allocate,
+    make_layout,
+    stage_bits,
+    width_upgrades,
+)
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
 from pallas_kernels.energy import octave_end, steps_below
 

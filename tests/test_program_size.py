@@ -14,7 +14,7 @@ from workers import auto_mesh
 import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.compat import inner_jaxprs
-from dynamiq_jax.methods.dynamiq.plan import order_and_tiles
+from dynamiq_jax.methods.dynamiq.codec import order_and_tiles
 
 
 def lines(topology, n_workers, n_leaves=1):

@@ -13,7 +13,7 @@ from workers import auto_mesh, gradient
 import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.compression import compression as compressing
-from dynamiq_jax.core import meshes
+from dynamiq_jax.core import axis as core_axis
 from dynamiq_jax.methods.dynamiq import method as dynamiq
 
 
@@ -174,7 +174,7 @@ def test_a_jax_that_does_not_say_its_mesh_does_not_push(nvlink, part, monkeypatc
     def lost(*_):
         raise RuntimeError("another JAX")
 
-    monkeypatch.setattr(meshes, part, lost)
+    monkeypatch.setattr(core_axis, part, lost)
     x = gradient(5, 2, (11 + len(part)) * 2**12)  # no other test has traced this size
     mesh = auto_mesh(2)
     own, run = laid(mesh, x, mesh)

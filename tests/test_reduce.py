@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh, gradient, mesh_of
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 
 N, SIZE = 4, 128 * 256 - 30
 KEY, W = jax.random.key(0), jnp.zeros(SIZE)

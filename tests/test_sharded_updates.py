@@ -409,6 +409,28 @@ def test_set_masters_makes_arrays_of_its_own():
     assert len({*pointers}) == len(pointers)
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_differences_do_not_wait_for_those_of_other_leaves(deferred):
+    """XLA would hold the differences of all leaves, as large as the copies, at the same time.
+
+    Deferred ones are zeros: held from the start of the step, they also keep the copies from being
+    updated in place.
+    """
+    params, mesh = {name: jnp.zeros((64, 32), jnp.bfloat16) for name in "abc"}, auto_mesh()
+    optimizer = make("sgd", deferred=deferred)
+    specs = dq.optax.state_specs(state := dq.optax.init(optimizer, params, mesh))
+
+    def update(state, params):
+        params = dq.optax.gathered(params, state)
+        return optimizer.update(state.masters, state, params)
+
+    maps = {"in_specs": (specs, P()), "out_specs": (P(), specs), "check_vma": False}
+    program = jax.make_jaxpr(jax.shard_map(update, mesh=mesh, **maps))(state, params)
+    barriers = re.findall(r".* = optimization_barrier .*", str(program))
+    assert [line.split(" = ")[0].count("[64,32]") for line in barriers] == [1] * len(barriers)
+    assert len(barriers) == (0 if deferred else len(params))
+
+
 @pytest.mark.parametrize("plan", [None, True])
 def test_few_bits_are_those_that_travel(plan):
     few, n = dq.optax.few_bits(), 4

@@ -129,4 +129,4 @@ def test_pages_and_scripts_make_meshes_that_hosts_take():
         files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py")]
     call = re.compile(r"jax\.make_mesh\(")
     calls = {str(path.relative_to(ROOT)): len(call.findall(path.read_text())) for path in files}
-    assert {path: n for path, n in calls.items() if n} == {"dynamiq_jax/core/meshes.py": 1}
+    assert {path: n for path, n in calls.items() if n} == {"dynamiq_jax/core/axis.py": 1}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from workers import OnHost, auto_mesh, gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.methods.metrics import vnmse
 
 N, SIZE = 4, 3000

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from workers import gradient
 
 import dynamiq_jax as dq
-from dynamiq_jax.methods.dynamiq.plan import even_plan, sampled
+from dynamiq_jax.methods.dynamiq.codec import even_plan, sampled
 from pallas_kernels import unpack_tiles
 
 EVEN = dq.DynamiQ(plan=False)

@@ -32,9 +32,8 @@ from dynamiq_jax.commands.synthetic import lognormal_magnitudes
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.executors.sequential import SYNC_EVERY, decode_chunk, reduce_chunk
-from dynamiq_jax.methods.base import Call
+from dynamiq_jax.methods.base import Call, HopMethod, Message, Shared
 from dynamiq_jax.methods.dynamiq.layout import Layout
-from dynamiq_jax.methods.hops import HopMethod, Message, Shared
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Topology
 from pallas_kernels import mix, seed_words

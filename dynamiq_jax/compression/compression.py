@@ -1,10 +1,17 @@
-"""`Compression`: the choices that a user makes once for all collectives of a program."""
+"""How trees travel, as users say it, and the one place that decides it.
 
+A *route* is how one method sends the buckets of each collective, and in how many bits.
+`Compression` has the choices that a user makes once for all collectives of a program;
+`Compression.plan` makes a `Plan` of them. `Policy` has a `Compression` for each of gradients,
+parameters, activations and cotangents; a function reads the fields that name what it sends.
+"""
+
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,28 +20,172 @@ from jax import Array
 from jax.sharding import Mesh
 
 from dynamiq_jax.compression import agreement
-from dynamiq_jax.compression.routes import Route
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, Options, axis_counts, check_axis, check_fields, sizes_on
-from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.methods import DynamiQ, Method, State
-from dynamiq_jax.methods.base import Limits
+from dynamiq_jax.methods.base import HopMethod, Limits, check_shards
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.methods.levels import TwoLevels
-from dynamiq_jax.plan.plan import EXCLUDED, PADDED, Kind, Native, Plan
+from dynamiq_jax.plan.plan import EXCLUDED, PADDED, Kind, Native, Plan, native_share
 from dynamiq_jax.topologies import AnyTopology, Direct, Topology
 from dynamiq_jax.topologies.links import TransportName, fast_links, slow_by_choice
 from dynamiq_jax.topologies.schedules import automatic, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
+    bucket_axes,
     describe_leaves,
     group_leaves,
+    n_parts,
+    placed_leaves,
     with_scale_axes,
 )
-from dynamiq_jax.tree.placement import bucket_axes, n_parts, placed_leaves
 
 if TYPE_CHECKING:
     from dynamiq_jax.compression.explanation import Explanation
+
+
+# --- Routes ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How buckets are reduced: a method, a topology, and how many workers there are."""
+
+    method: Method
+    topology: AnyTopology | None
+    """`None`: payloads travel by XLA's collectives."""
+    sizes: tuple[int, ...]
+    """The number of workers on every axis, the outermost first."""
+    runner: Method
+    """The method that runs: ``method``, or `TwoLevels` around it."""
+    flat: Topology | None
+    """The topology of one level; `None` for a hierarchy, whose runner has its own."""
+    limits: Limits
+    reason: str = field(compare=False)
+    """Why this topology was chosen."""
+    pushed: tuple[int, int] | None = None
+    """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
+    they never do."""
+    defaults: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    """Defaults that the machine decided, for collectives of all kinds; see `defaults_of`."""
+
+    @property
+    def n_workers(self) -> int:
+        """The number of workers on all axes."""
+        return math.prod(self.sizes)
+
+    @property
+    def sum_limits(self) -> Limits:
+        """The limits of an all-reduce that may be one push kernel."""
+        if self.pushed is None:
+            return self.limits
+        return self.limits._replace(min_bucket_bytes=self.pushed[0])
+
+    @property
+    def push(self) -> Topology | None:
+        """The topology by which push kernels do an all-reduce; `None`: they never do."""
+        if self.pushed is None:
+            return None
+        return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
+
+    def by(self, method: Method) -> "Route":
+        """This route with another method."""
+        runner = method
+        if self.runner is not self.method:
+            runner = dataclasses.replace(cast(TwoLevels, self.runner), method=method)
+        return dataclasses.replace(self, method=method, runner=runner)
+
+    def bits(self, kind: Kind, bucket: Bucket, *, keyed: bool = False) -> tuple[int, int]:
+        """Bits that one worker sends for a bucket, and how many of them on the outer axes.
+
+        The bucket holds what a worker passes to the collective: whole terms, blocks for all
+        workers, or for an all-gather one worker's shards. ``keyed``: the call has a key.
+        """
+        n, part = self.n_workers, -(-bucket.size // self.n_workers)
+        if kind == "all-to-all":
+            bits = cast(HopMethod, self.method.of_bucket(bucket)).exchange_bits(part, n)
+            return bits, bits
+        if kind == "all-reduce":
+            method, call = self.runner.of_bucket(bucket), (bucket.size, n, self.flat)
+            sent, outer = method.wire_bits(*call), method.outer_wire_bits(*call)
+            saved = method.seed_bits(*call)
+        elif kind == "all-gather":
+            sent, outer = self.runner.gather_bits(bucket.size, n)
+            saved = self.runner.seed_bits(bucket.size, n, None, "all_gather")
+        else:
+            sent, outer = self.runner.scatter_bits(part, n, self.flat)
+            saved = self.runner.seed_bits(part, n, self.flat, "reduce_scatter")
+        return (sent - saved, outer - saved) if keyed else (sent, outer)
+
+    def bits_per_coord(self, kind: Kind, bucket: Bucket) -> float:
+        """Wire bits per coordinate of a bucket, of which bf16 takes 16."""
+        n = self.n_workers
+        size = bucket.size if kind in ("all-reduce", "all-gather") else n * -(-bucket.size // n)
+        share = native_share(kind, n) * size
+        return self.bits(kind, bucket)[0] / share if share else 0.0
+
+    def limits_of(self, kind: Kind, passed: Mapping[str, int]) -> Limits:
+        """The limits of a kind of collective; ``passed`` has those that the user passed.
+
+        On fast links `psum_scatter` starts to pay at larger buckets than `psum`. A measured default
+        limit is replaced by the one measured for `psum_scatter`; a limit that the user passed is
+        kept. The limits of a gather apply to the whole leaf, of which a worker passes its shard.
+        """
+        if kind == "all-reduce":
+            return self.sum_limits
+        limits, n = self.limits, self.n_workers
+        least = limits.min_bucket_bytes
+        if least and "min_bucket_bytes" not in passed and least == psum_bytes(n):
+            least = psum_scatter_bytes(n)
+            bucket = max(limits.bucket_bytes, 2 * least)
+            limits = limits._replace(min_bucket_bytes=least, bucket_bytes=bucket)
+        shards = n if kind == "all-gather" else 1
+        return Limits(*(-(-limit // shards) for limit in limits))
+
+    def defaults_of(self, kind: Kind, passed: Mapping[str, int]) -> tuple[str, ...]:
+        """Defaults that links and environment of this machine decided, a line for each."""
+        shards = self.n_workers if kind == "all-gather" else 1
+        least = shards * self.limits_of(kind, passed).min_bucket_bytes
+        found = self.defaults
+        if least and "min_bucket_bytes" not in passed:
+            told = f"buckets below {least >> 20} MiB travel natively, which is faster over NVLink"
+            found = *found, told
+        if self.pushed is not None and kind == "all-reduce":
+            most = self.pushed[1] >> 20
+            found = *found, f"sums of up to {most} MiB by one push kernel for each bucket"
+        return found
+
+    def check(self, kind: Kind) -> None:
+        """Refuses a method that does not do this kind of collective."""
+        if kind == "all-to-all":
+            check_exchanges(self.method, self.n_workers)
+        elif kind != "all-reduce":
+            self.sharded()
+
+    def sharded(self) -> tuple[Method, Topology | None]:
+        """The method that scatters and gathers, which may be `TwoLevels`, and the topology."""
+        check_shards(self.method, "psum_scatter and all_gather")
+        if self.method.needs_state:
+            raise NotImplementedError(
+                f"method={self.method!r} keeps a state, and psum_scatter and all_gather keep none; "
+                "pass a method without error feedback"
+            )
+        return self.runner, self.flat
+
+
+def check_exchanges(method: Method, n_workers: int, name: str = "method") -> None:
+    """Refuses methods that cannot encode blocks without an agreement between workers."""
+    if not method.exchanges(n_workers):
+        raise NotImplementedError(
+            f"{name}={method!r}: all_to_all encodes at one width of 2 to 16 bits, without means, "
+            "dither, state or lost packets, and not by XLA's own sums; pass dq.DynamiQ(bits=8.5), "
+            "dq.contrib.MXFP8() or dq.BF16()"
+        )
+
+
+# --- Compression ----------------------------------------------------------------------------------
+
 
 ByPath = Callable[[str, jax.ShapeDtypeStruct], Method | None]
 """``(path, leaf) -> method``: the method of a leaf, such as that of path "layers/0/kernel"; `None`
@@ -417,3 +568,114 @@ def check_method(method: Any, name: str = "method") -> None:
     """Refuses an argument that is not a method; ``name`` is the argument's name."""
     if not isinstance(method, Method):
         raise ValueError(f"{name}={method!r} is not a method; pass for example dq.DynamiQ(bits=5)")
+
+
+# --- Policy ---------------------------------------------------------------------------------------
+
+
+Field = Literal["gradients", "parameters", "activations", "cotangents"]
+"""A field of `Policy`: it names what travels."""
+
+AnyCompression = Compression | Method | ByPath
+"""How one of these travels: a `Compression`, a method, or a function that chooses one by path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(Options):
+    """How gradients, parameters, activations and cotangents travel: one object for all functions.
+
+        policy = dq.Policy(gradients=dq.DynamiQ(bits=5), parameters=dq.DynamiQ(bits=8))
+        weights = dq.fsdp(shards, "data", specs=P("data"), compression=policy)
+
+    Every function of this library takes a policy as ``compression``, and reads from it:
+
+    | functions | fields |
+    |---|---|
+    | `psum`, `pmean`, `reduce`, `psum_scatter`, `optax.all_reduce` | gradients |
+    | `all_gather`, `optax.pack` | parameters |
+    | `value_and_grad`, `fsdp`, `overlapped`, `optax.sharded` | gradients and parameters |
+    | `all_to_all` | activations and cotangents |
+
+    What is passed without a policy, such as a bare method, is the first of the function's fields.
+    Each field is a `Compression`, a method, or a function of path and leaf that chooses a method.
+    `None` means the function's default, which its documentation states. If ``gradients`` or
+    ``activations`` travel in `BF16` or `F32`, so does the function's other field by default: exact
+    gradients alone make a function exact.
+
+    Attributes:
+      gradients: all sums and scatters.
+      parameters: gathers of shards (FSDP), and parameters' differences (sharded updates). Beside
+        gradients, a bare method has the limits of ``gradients``, such as ``min_bucket_bytes``, and
+        leaves out what ``gradients`` excludes.
+      activations: blocks of `all_to_all`, such as tokens for experts.
+      cotangents: blocks of the backward pass of `all_to_all`. Leaves whose activations share a
+        bucket need the same method. It applies to leaves that are compressed in ``activations``.
+    """
+
+    gradients: AnyCompression | None = None
+    parameters: AnyCompression | None = None
+    activations: AnyCompression | None = None
+    cotangents: AnyCompression | None = None
+
+    def __post_init__(self):
+        """Checks every field; errors name the value and what to pass."""
+        for name in self.__slots__:
+            _check(getattr(self, name), name)
+
+
+AnyPolicy = Policy | AnyCompression
+"""Values of ``compression``; what is not a `Policy` is the first field that the function reads."""
+
+
+def as_compression(
+    given: AnyPolicy | None, field: Field = "gradients", default: Method | None = None
+) -> Compression:
+    """The `Compression` that ``compression`` of a function says for its first field.
+
+    Without a method it has the ``default``, whatever else it says.
+    """
+    told = getattr(given, field) if isinstance(given, Policy) else given
+    if isinstance(told, Compression):
+        unsaid = default is not None and told.method is None
+        return replace(told, method=default) if unsaid else told
+    _check(told, "compression")
+    return Compression(default if told is None else told)
+
+
+def _check(value: Any, name: str) -> None:
+    if value is not None and not isinstance(value, Compression) and not chooses(value):
+        check_method(value, name)
+
+
+# --- Former keywords ------------------------------------------------------------------------------
+
+
+def as_topology(value: Any, compression: Any) -> dict[str, Any]:
+    """``topology=`` in the `Compression` of the first field."""
+    if value is None:
+        return {}
+    own = as_compression(compression)
+    if own.topology not in (None, value):
+        raise ValueError(
+            f"topology={value!r}, and compression has topology={own.topology!r}; pass one of them"
+        )
+    own = replace(own, topology=value)
+    is_policy = isinstance(compression, Policy)
+    return {"compression": replace(compression, gradients=own) if is_policy else own}
+
+
+def as_parameters(value: Any, compression: Any) -> dict[str, Any]:
+    """``gather=`` and ``differences=`` as `Policy.parameters`."""
+    if value is None:
+        return {}
+    policy = compression if isinstance(compression, Policy) else Policy(gradients=compression)
+    return {"compression": replace(policy, parameters=value)}
+
+
+def as_cotangents(value: Any, compression: Any) -> dict[str, Any]:
+    """``backward=`` as `Policy.cotangents`; `None` meant the method of ``activations``."""
+    policy = compression if isinstance(compression, Policy) else Policy(activations=compression)
+    value = policy.activations if value is None else value
+    if value is None or value == "auto":
+        return {}
+    return {"compression": replace(policy, cotangents=value)}

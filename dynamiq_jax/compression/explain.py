@@ -5,15 +5,15 @@ from typing import Any, overload
 
 from jax.sharding import Mesh
 
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.explanation import Explanation, explain_plan
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
 from dynamiq_jax.compression.ways import bytes_per_second, ways_of
 from dynamiq_jax.core.checks import axis_counts
 from dynamiq_jax.former import formerly
 from dynamiq_jax.plan.step import StepExplanation, explain_step, is_step
 from dynamiq_jax.topologies import Hierarchical
 from dynamiq_jax.topologies.schedules import assumed
-from dynamiq_jax.tree.placement import placed_leaves
+from dynamiq_jax.tree.leaves import placed_leaves
 
 
 @overload

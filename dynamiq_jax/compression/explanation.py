@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from dynamiq_jax.compression.routes import Route
+from dynamiq_jax.compression.compression import Route
 from dynamiq_jax.compression.ways import PaddedLeaf, Way, Ways, lines
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.plan.plan import Plan, lines_of_defaults

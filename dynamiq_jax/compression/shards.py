@@ -11,15 +11,26 @@ from typing import Any, NamedTuple, cast
 import jax
 import numpy as np
 
-from dynamiq_jax.compression.compression import ByPath, Compression
-from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression
-from dynamiq_jax.compression.routes import Route
+from dynamiq_jax.compression.compression import (
+    AnyPolicy,
+    ByPath,
+    Compression,
+    Policy,
+    Route,
+    as_compression,
+)
 from dynamiq_jax.methods import BF16, F32, DynamiQ, Method, unless_plain
 from dynamiq_jax.plan.plan import BY_XLA, Kind, Native, Plan
 from dynamiq_jax.topologies import Topology
 from dynamiq_jax.topologies.links import fast_links
-from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
-from dynamiq_jax.tree.placement import Placement, Split, split_dimension, whole_shape
+from dynamiq_jax.tree.leaves import (
+    COMPRESSED_DTYPES,
+    Leaf,
+    Placement,
+    Split,
+    split_dimension,
+    whole_shape,
+)
 
 DIFFERENCES = DynamiQ(bits=2.5, dither=True)
 """The default encoding of parameters' differences; docs/results.md has the losses."""
@@ -79,6 +90,12 @@ def gathers_of(policy: AnyPolicy | None, *, copied: bool = False, here: bool = T
     if isinstance(compression.method, BF16 | F32) and told.method is None:
         return dataclasses.replace(told, method=compression.method)
     return told
+
+
+def told_gathers(policy: AnyPolicy | None) -> Compression | None:
+    """How shards travel if the policy says it, else `None`."""
+    told = isinstance(policy, Policy) and policy.parameters is not None
+    return gathers_of(policy) if told else None
 
 
 def _with_method(compression: Compression, default: Method) -> Compression:

@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.compression.shards import Shards, divisions, gathers_of
 from dynamiq_jax.plan.plan import Plan
-from dynamiq_jax.tree.leaves import Leaf
-from dynamiq_jax.tree.placement import Padding, Placement
+from dynamiq_jax.tree.leaves import Leaf, Padding, Placement
 
 MOMENTS = 8
 """Bytes that AdamW keeps of a parameter besides the parameter: two f32 moments."""

@@ -17,7 +17,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.contrib import native
-from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.core.axis import seed_of
 from dynamiq_jax.methods.base import Call, Outcome, ring_bits
 from dynamiq_jax.topologies import Topology
 

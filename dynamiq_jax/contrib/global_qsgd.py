@@ -14,8 +14,8 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.contrib.lanes import bit_words, pack_bits, uniform, unpack_bits
+from dynamiq_jax.core.axis import seed_of
 from dynamiq_jax.core.checks import check_fields
-from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.methods.base import Call, clipped
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod, chunk_noise
 from dynamiq_jax.topologies import Topology

@@ -10,7 +10,7 @@ import optax
 from jax import Array
 from jaxtyping import Int
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.minmax import MinMax
 from dynamiq_jax.core.axis import AxisName

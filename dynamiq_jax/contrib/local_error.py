@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.methods.base import Call, Outcome, WrappedMethod, clipped
-from dynamiq_jax.methods.hops import HopMethod
+from dynamiq_jax.methods.base import Call, HopMethod, Outcome, WrappedMethod, clipped
 from dynamiq_jax.methods.plain import ChunkLayout
 from dynamiq_jax.topologies import Direct, Topology
 

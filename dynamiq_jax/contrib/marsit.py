@@ -21,9 +21,9 @@ from jax import Array, lax
 from jaxtyping import Float, Int
 
 from dynamiq_jax.contrib.lanes import bit_words, pack_bits, uniform, unpack_bits
+from dynamiq_jax.core.axis import fold_seed, seed_of
 from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.seeds import fold_seed, seed_of
 from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.executors.collectives import all_reduce
 from dynamiq_jax.methods.base import LARGEST, Call, Outcome, clipped, ring_bits, with_memory

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, rounded_to
 from dynamiq_jax.core.checks import check_fields
-from dynamiq_jax.core.seeds import rounded_to
 from dynamiq_jax.methods.base import (
     LARGEST,
     MIN_LEAF_SIZE,

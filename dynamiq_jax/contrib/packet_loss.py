@@ -27,19 +27,22 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, UInt
 
+from dynamiq_jax.core.axis import fold_seed, seed_of
 from dynamiq_jax.core.checks import check_fields
-from dynamiq_jax.core.seeds import fold_seed, seed_of
 from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.methods.base import (
     Call,
     Collective,
+    HopMethod,
+    Layout,
+    Message,
     Outcome,
+    Shared,
     WrappedMethod,
     clipped,
     compounded,
     ring_bits,
 )
-from dynamiq_jax.methods.hops import HopMethod, Layout, Message, Shared
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Topology
 

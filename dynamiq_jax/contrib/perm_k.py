@@ -15,7 +15,7 @@ from jax import Array
 from jaxtyping import Float
 
 from dynamiq_jax.contrib.native import NativeMethod
-from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.core.axis import seed_of
 from dynamiq_jax.methods.base import Call, Outcome, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 from dynamiq_jax.contrib.native import WIRE_BITS, MatrixMethod, native_sum
-from dynamiq_jax.core.seeds import Seed, seed_of
+from dynamiq_jax.core.axis import Seed, seed_of
 from dynamiq_jax.methods.base import Call, Outcome, State, clipped, ring_bits
 from dynamiq_jax.topologies import Topology
 

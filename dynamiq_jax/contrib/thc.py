@@ -26,9 +26,8 @@ from jaxtyping import Float, Int, UInt32
 from dynamiq_jax.contrib import hadamard
 from dynamiq_jax.contrib.lanes import pack_lanes, unpack_lanes
 from dynamiq_jax.contrib.native import NativeMethod, StepState
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, Seed, seed_of, statistics_seed
 from dynamiq_jax.core.checks import check_fields
-from dynamiq_jax.core.seeds import Seed, seed_of, statistics_seed
 from dynamiq_jax.methods.base import Call, Outcome, State, TellsLosses, clipped, ring_bits
 from dynamiq_jax.methods.plain import coordinate_noise
 from dynamiq_jax.topologies import Topology

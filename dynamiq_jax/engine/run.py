@@ -1,20 +1,24 @@
-"""The engine: one loop over the leaves and buckets of a plan. A collective is one `Rule`."""
+"""The engine: one loop over the leaves and buckets of a plan. A collective is one `Rule`.
+
+With it is what all rules share: the leaves that JAX knows to be the same on all workers, which do
+not move, and the derivative of what moves.
+"""
 
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Protocol
 
 import jax
 from jax import Array
 
-from dynamiq_jax.core.axis import Axis, together
-from dynamiq_jax.core.compat import inlined
-from dynamiq_jax.core.seeds import Seed, key_words
+from dynamiq_jax.core.axis import Axis, Seed, key_words, together
+from dynamiq_jax.core.compat import half_reduced_axes, inlined, is_constant, is_transposed
+from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
-from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
-from dynamiq_jax.tree.leaves import Bucket
+from dynamiq_jax.plan.plan import NOTABLE, Native, Plan, described, remember, warn_of_native
+from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Values = dict[int, Any]
 """Leaves by `Leaf.index`."""
@@ -132,3 +136,83 @@ def run(
     states = [()] * len(plan.buckets) if states is None else states
     told = {"plan": plan, "rule": rule, "limit": None if _at_once.get() else IN_FLIGHT}
     return rule.axis.program(_run)(values, key, states, **told)
+
+
+# --- What all rules share: leaves that do not move, and the derivative ----------------------------
+
+
+Fixed = dict[int, Literal["constant", "replicated", "native"]]
+"""Leaves that are not compressed whatever their size, by index, and why."""
+
+
+def fixed_leaves(leaves: list[Leaf], values, axis: Axis) -> Fixed:
+    """Leaves that JAX knows to be the same on all workers, and leaves that only `jax.lax` may sum.
+
+    The latter vary over some of the axes; or they have the types "reduced" or "unreduced", which
+    only `jax.lax` can pass on; or they are traced to be transposed.
+    """
+    tracked = axis.tracked
+    fixed: Fixed = {}
+    for leaf, value in zip(leaves, values, strict=True):
+        if is_constant(value):
+            fixed[leaf.index] = "constant"
+        elif is_transposed(value):
+            fixed[leaf.index] = "native"
+        elif tracked and (not axis.varies(value) or half_reduced_axes(value)):
+            same = axis.replicates(value)
+            fixed[leaf.index] = "replicated" if same else "native"
+    return fixed
+
+
+def check_varying(plan: Plan, fixed: Fixed, axis: Axis) -> None:
+    """Refuses leaves that would be compressed, and are known to be equal on all workers."""
+    found = _replicated(plan, fixed)
+    if found:
+        n_workers = axis.size
+        raise ValueError(
+            f"{described(found)} do not vary over axis {axis.name!r}: all {n_workers} workers "
+            f"hold the same value, which a psum would multiply by {n_workers}. Gradients of "
+            f"replicated parameters are already summed under check_vma=True: {_CAST_FIRST}"
+            f"jax.lax.pcast(params, {axis.name!r}, to='varying')"
+        )
+
+
+_CAST_FIRST = "differentiate with dq.value_and_grad, or cast the parameters first with "
+
+
+def warn_of_equal(plan: Plan, fixed: Fixed, axis: Axis) -> None:
+    """Warns of large leaves that are equal on all workers, which the caller may not expect."""
+    n = axis.size
+    equal = [leaf for leaf in _replicated(plan, fixed) if leaf.size >= NOTABLE]
+    if equal and n > 1:
+        warn(
+            f"{described(equal)} do not vary over axis {axis.name!r}: all {n} workers hold the "
+            "same value, so that the mean is that value and nothing is compressed. If these are "
+            "gradients of replicated parameters, JAX has summed them over the axis already "
+            f"(check_vma=True), and unless the loss was averaged over it they are {n} times the "
+            f"mean: {_CAST_FIRST}jax.lax.pcast(params, {axis.name!r}, to='varying')",
+        )
+
+
+def _replicated(plan: Plan, fixed: Fixed) -> list[Leaf]:
+    """Leaves that would be compressed if JAX did not know that all workers hold the same."""
+    leaves = [leaf for bucket in plan.buckets for leaf in bucket.leaves]
+    return [leaf for leaf in (*leaves, *plan.apart) if fixed.get(leaf.index) == "replicated"]
+
+
+def with_tangent(exact: Callable, x: Array, total: Array) -> Array:
+    """``total``, with the derivative of the linear ``exact(x)``.
+
+    All other results of a compressed collective are constants. A rule could not return the tangents
+    of its integers, for which JAX expects float0 that varies under `check_vma`.
+    """
+
+    @jax.custom_jvp
+    def known(x: Array, total: Array) -> Array:
+        return total
+
+    @known.defjvp
+    def _(primals, tangents):
+        return known(*primals), exact(tangents[0])  # `known`: its derivative has one, too
+
+    return known(x, total)

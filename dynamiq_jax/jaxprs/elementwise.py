@@ -28,7 +28,7 @@ from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of, varying_axe
 from dynamiq_jax.jaxprs.owners import Owners, Schedule, owned, run_group
 from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, PRODUCTS, RESHAPES
 from dynamiq_jax.jaxprs.walk import equations_of, interpret
-from dynamiq_jax.tree.placement import Padding, axes_of, split_of, whole_shape
+from dynamiq_jax.tree.leaves import Padding, axes_of, split_of, whole_shape
 
 JAX = os.path.join(os.path.dirname(jax.__file__), "")
 PUT_AFTER = (

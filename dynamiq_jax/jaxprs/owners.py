@@ -34,7 +34,7 @@ from dynamiq_jax.jaxprs import rows
 from dynamiq_jax.jaxprs.constraints import Recorded
 from dynamiq_jax.jaxprs.primitives import CALLS, ELEMENTWISE, KEPT, PRODUCTS
 from dynamiq_jax.jaxprs.walk import interpret, within
-from dynamiq_jax.tree.placement import Padding, axes_of, split_of
+from dynamiq_jax.tree.leaves import Padding, axes_of, split_of
 
 MOST = 4
 """Arrays that a part is given. One that takes more mixes matrices, as a norm of all of them does,

@@ -45,7 +45,7 @@ from dynamiq_jax.jaxprs.derived import (
 )
 from dynamiq_jax.jaxprs.primitives import CHECKPOINTS, JITS, MAP, ON_AUTO, TYPED
 from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts, within
-from dynamiq_jax.tree.placement import axes_of
+from dynamiq_jax.tree.leaves import axes_of
 
 if TYPE_CHECKING:
     from dynamiq_jax.training.explicit_shards import Gather

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.seeds import Seed, fold_seed
+from dynamiq_jax.core.axis import Axis, Seed, fold_seed
 from dynamiq_jax.methods.base import (
     Call,
     Collective,

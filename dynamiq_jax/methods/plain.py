@@ -36,11 +36,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float, UInt, UInt32
 
-from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.core.axis import seed_of
 from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
-from dynamiq_jax.methods.base import Call, ring_bits
-from dynamiq_jax.methods.hops import HopMethod, Message, Shared
+from dynamiq_jax.methods.base import Call, HopMethod, Message, Shared, ring_bits
 from dynamiq_jax.topologies import Topology
 from pallas_kernels.hashing import Noise, noise_words, slot_noise
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Float
 
-from dynamiq_jax.core.seeds import rounded_to
-from dynamiq_jax.methods.base import Call, Method, Outcome, ring_bits
-from dynamiq_jax.methods.hops import HopMethod, Shared
+from dynamiq_jax.core.axis import rounded_to
+from dynamiq_jax.methods.base import Call, HopMethod, Method, Outcome, Shared, ring_bits
 from dynamiq_jax.methods.plain import ChunkLayout, PlainCodec, PlainMethod
 from dynamiq_jax.topologies import Topology
 

@@ -1,6 +1,6 @@
 """`few_bits`: sharded updates at 5.75 bits, for links that are the bound."""
 
-from dynamiq_jax.compression.policy import Policy
+from dynamiq_jax.compression.compression import Policy
 from dynamiq_jax.methods import DynamiQ, Format
 
 

@@ -13,13 +13,11 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.meshes import knows_devices, mesh_of, set_around
+from dynamiq_jax.core.axis import Axis, knows_devices, mesh_of, set_around
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.explicit_sums import check_axes, unreduced_axes
 from dynamiq_jax.reduction.worker_gradients import check_terms, has_terms, stacked_terms
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import axes_above_one, restrict_spec
+from dynamiq_jax.tree.leaves import axes_above_one, describe_leaves, restrict_spec
 
 
 class Outside(NamedTuple):
@@ -35,7 +33,7 @@ class Outside(NamedTuple):
     stacked: bool
     """Whether gradients have a leading axis of workers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.axis.knows_devices`)."""
 
     def run(
         self, step: Callable[..., Any], updates: Any, state: Any, params: Any, extra: Any

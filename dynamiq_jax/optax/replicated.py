@@ -10,18 +10,16 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.compression.compression import AnyPolicy, Compression, as_compression
+from dynamiq_jax.core.axis import Axis, AxisName, is_outside, mesh_of, resharded
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_outside, mesh_of, resharded
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, known_sizes
 from dynamiq_jax.optax.wrappers import check_wrappers
 from dynamiq_jax.reduction.all_reduce import reducer_for
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import has_terms, stacked_terms
-from dynamiq_jax.tree.placement import axes_above_one, axes_of
+from dynamiq_jax.tree.leaves import axes_above_one, axes_of
 
 
 class AllReduceState(NamedTuple):

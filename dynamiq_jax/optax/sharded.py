@@ -24,23 +24,31 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, get_abstract_mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.compression import (
+    AnyPolicy,
+    Compression,
+    as_compression,
+    as_parameters,
+)
 from dynamiq_jax.compression.shards import divisions, gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName, together
-from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
-from dynamiq_jax.core.fingerprint import assert_same_on_workers
-from dynamiq_jax.core.meshes import (
+from dynamiq_jax.core.axis import (
+    Axis,
+    AxisName,
     auto_mesh_of,
+    check_key,
+    fold_seed,
     is_explicit,
     is_outside,
     is_traced,
+    key_words,
     mesh_of,
     meshes_of,
     resharded,
     set_around,
+    together,
 )
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
@@ -48,18 +56,19 @@ from dynamiq_jax.jaxprs.owners import Owners
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
 from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
 from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
-from dynamiq_jax.reduction.pending import Pending, errors_return, own_slice, sent_of
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Pending, Reduction, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
-from dynamiq_jax.tree.leaves import describe_leaves, name_of, shown
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     Padding,
     axes_of,
     constrained,
+    describe_leaves,
     flat_specs,
+    name_of,
     names_of,
     padding_of,
     placement_of,
+    shown,
     split_of,
     whole_shape,
 )
@@ -585,16 +594,22 @@ class _Leaves(NamedTuple):
         found = zip(masters, self.slices, sent, strict=True)
         return self.treedef.unflatten(_followed(*x, known, first) for x in found)
 
-    def sent(self, state: ShardedState, added: list[Array]) -> Sent:
-        """The copy after an update of ``state``, to which users add these differences."""
+    def sent(self, state: ShardedState, added: list[Array]) -> tuple[Sent, list[Array]]:
+        """The copy after an update of ``state``, and the differences that users add to it.
+
+        They add in place, leaf by leaf: XLA would keep a copy that is read later, so each waits for
+        the slice of its leaf alone. Deferred ones wait for nothing: they are constants.
+        """
         if state.pending is not None:
-            return state.sent
+            return state.sent, added
         # A state made with f32 parameters keeps its dtypes where the copies are bf16: the second
         # step is not compiled again, and may be in a scan. f32 represents every bf16.
         wide = [x.dtype for x in jax.tree.leaves(state.sent.copies)]
         of = zip(self.slices, _slices(added, self.total), wide, strict=True)
         copies = [_sum(x, y).astype(jnp.promote_types(x.dtype, dtype)) for x, y, dtype in of]
-        return Sent(state.sent.step.after(state.step + 1), self.treedef.unflatten(copies))
+        pairs = list(map(together, copies, added))
+        copies = self.treedef.unflatten(copy for copy, _ in pairs)
+        return Sent(state.sent.step.after(state.step + 1), copies), [x for _, x in pairs]
 
     def exact_differences(self, masters: Any) -> list[Array]:
         """The differences of leaves that are not split, which all workers know, and zeros."""
@@ -659,8 +674,7 @@ class _Update(NamedTuple):
             pending = dataclasses.replace(pending, ready=finite, words=words)
         added = [jnp.where(finite, x, jnp.zeros_like(x)) for x in found]
         own = {"masters": masters, "inner": inner, "pending": pending}
-        # Users add `added` to the copies in place: XLA would keep those that are read later.
-        own["sent"], added = together(given.sent(state, added), added)
+        own["sent"], added = given.sent(state, added)
         return given.treedef.unflatten(added), _counted(state, finite, norm, **own)
 
     def _leaves(self, state: ShardedState, masters: list[Array], params: Any, op: Op) -> _Leaves:

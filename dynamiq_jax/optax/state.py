@@ -17,8 +17,7 @@ from dynamiq_jax.core.axis import Axis, AxisName, axis_names
 from dynamiq_jax.core.checks import axis_sizes
 from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.tree.leaves import name_of, shown
-from dynamiq_jax.tree.placement import check_nodes
+from dynamiq_jax.tree.leaves import check_nodes, name_of, shown
 
 Tree = TypeVar("Tree")
 Name = tuple[str, ...]

@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import optax
 
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.meshes import is_outside
+from dynamiq_jax.core.axis import Axis, is_outside
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.worker_gradients import has_terms
 

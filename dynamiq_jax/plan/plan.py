@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jax import Array
 
-from dynamiq_jax.core.seeds import bucket_seeds
+from dynamiq_jax.core.axis import bucket_seeds
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.tree.leaves import Bucket, Leaf
 
@@ -151,7 +151,7 @@ class Plan(NamedTuple):
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
     def seeds(self, words: Array | None) -> list[Any]:
-        """The seed of every bucket (`core.seeds.Seed`), from a key's words if there is a key."""
+        """The seed of every bucket (`core.axis.Seed`), from a key's words if there is a key."""
         return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
 
 

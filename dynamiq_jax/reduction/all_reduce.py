@@ -7,17 +7,16 @@ from typing import Any
 import jax
 from jax import Array
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
-from dynamiq_jax.core.axis import AxisName
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression, as_topology
+from dynamiq_jax.core.axis import AxisName, is_outside
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.meshes import is_outside
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.explicit_sums import reduce_outside
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import WorkerTerms, reduce_terms
-from dynamiq_jax.tree.placement import Placement
+from dynamiq_jax.tree.leaves import Placement
 
 
 @formerly(topology=as_topology)

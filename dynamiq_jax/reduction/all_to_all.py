@@ -15,17 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, Policy, as_compression, as_cotangents
-from dynamiq_jax.compression.routes import check_exchanges
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.compression.compression import (
+    AnyPolicy,
+    Compression,
+    Policy,
+    as_compression,
+    as_cotangents,
+    check_exchanges,
+)
+from dynamiq_jax.core.axis import Axis, AxisName, Seed, fold_seed
 from dynamiq_jax.core.checks import check_axis
-from dynamiq_jax.core.seeds import Seed, fold_seed
 from dynamiq_jax.engine.run import Values, run
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import F32, DynamiQ, Method, State, unless_plain
-from dynamiq_jax.methods.base import Call
-from dynamiq_jax.methods.hops import HopMethod
+from dynamiq_jax.methods.base import Call, HopMethod
 from dynamiq_jax.plan.plan import Native, Plan, remember
 from dynamiq_jax.reduction.scatter_gather import (
     Cut,
@@ -35,8 +38,7 @@ from dynamiq_jax.reduction.scatter_gather import (
     put_together,
 )
 from dynamiq_jax.topologies import Direct
-from dynamiq_jax.tree.leaves import Bucket, from_flat, joined
-from dynamiq_jax.tree.placement import check_whole
+from dynamiq_jax.tree.leaves import Bucket, check_whole, from_flat, joined
 
 Tree = TypeVar("Tree")
 

@@ -19,18 +19,17 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import first_states
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, mesh_of, resharded
 from dynamiq_jax.core.explicit import check_partitioner
-from dynamiq_jax.core.meshes import mesh_of, resharded
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.plan.plan import Native, Plan, remember, warn_of_native
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     bucket_axes,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,

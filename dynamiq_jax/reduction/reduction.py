@@ -1,58 +1,311 @@
 """Sums over workers of leaves that may be sharded: data parallelism, FSDP, HSDP and ZeRO-1.
 
-If some of the data axes split a leaf, its terms are scattered over these axes, and the results are
-all-reduced over the other axes. `Reduction.gather` gathers the shards.
+`AllReduce` is the rule by which the engine sums one device's leaves. `Reduction` is a whole tree's
+sum: if some of the data axes split a leaf, its terms are scattered over these axes, and the results
+are all-reduced over the other axes. `Reduction.gather` gathers the shards.
+
+`Pending` has differences of parameters that travel at the start of the next step
+(`dq.optax.sharded`). An update changes the masters and keeps the copy. The next step adds the
+differences to the copy, function by function, each before the function runs::
+
+    update t       masters m(t+1) from m(t); the copy stays c(t); `Pending` has the key of step t
+    step t + 1     c(t+1) = c(t) + decoded(m(t+1) - c(t)) of function 0, then function 0 runs
+                   c(t+1) of function 1 arrives beside it, then function 1 runs, ...
+    update t + 1   takes c(t+1) as the parameters
+
+So all functions run with c(t+1), as if the differences had travelled at the end of update t. The
+state does not hold differences: masters and copy determine them.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
-from typing import Any, get_args
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels as pk
 from dynamiq_jax.compression.agreement import compare_first
 from dynamiq_jax.compression.compression import Compression, first_states
 from dynamiq_jax.compression.shards import Dimensions, Shards
-from dynamiq_jax.core.axis import Axis, Varying
+from dynamiq_jax.core.axis import (
+    Axis,
+    AxisName,
+    Seed,
+    Varying,
+    by_device_order,
+    check_key,
+    fold_seed,
+    key_words,
+    knows_devices,
+)
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.meshes import knows_devices
-from dynamiq_jax.core.seeds import check_key, fold_seed, key_words
+from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.methods import BF16, F32, State
-from dynamiq_jax.methods.base import check_choice
-from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.buckets import (
-    AllReduce,
-    check_state,
+from dynamiq_jax.engine.run import (
+    Fixed,
+    Values,
     check_varying,
-    exact_of,
     fixed_leaves,
-    over_open_axes,
-    reduce_leaves,
+    run,
     warn_of_equal,
-    weighted,
+    with_tangent,
 )
+from dynamiq_jax.methods import BF16, F32, Method, State
+from dynamiq_jax.methods.base import Call, check_choice
+from dynamiq_jax.methods.metrics import (
+    BucketMetrics,
+    Metrics,
+    PayloadFacts,
+    Reduced,
+    bucket_metrics,
+    of_all_parts,
+    summarise,
+)
+from dynamiq_jax.plan.plan import Native, Plan
 from dynamiq_jax.reduction.scatter_gather import gather_over, natively, scatter_over
-from dynamiq_jax.tree.leaves import Leaf, describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.topologies import Topology
+from dynamiq_jax.tree.leaves import (
+    Bucket,
+    Leaf,
     Padding,
     Placement,
     Split,
+    Surroundings,
     bucket_axes,
+    concatenate,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,
     padding_of,
     part,
+    split,
     surroundings,
     told_specs,
     whole_shape,
 )
+
+# --- All-reduces of one device --------------------------------------------------------------------
+
+
+def check_state(state: Any, expected: tuple, plan: Plan) -> list:
+    """The states of all buckets, of ``expected`` shapes; empty where the caller keeps none."""
+    n_buckets = len(expected)
+    methods = list(dict.fromkeys(bucket.route.method for bucket in plan.buckets))
+    if state is None:
+        needing = [m for m in methods if m.needs_state]
+        if needing and plan.buckets[0].route.n_workers > 1:
+            raise ValueError(
+                f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
+                "compression=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
+                "carry the state that it returns to the next step. The function that "
+                "dq.value_and_grad returns takes state=, too, made with stacked=True"
+            )
+        return [()] * n_buckets
+    state = tuple(state) if isinstance(state, list) else state  # as checkpoints may return it
+    remedy = "pass what dq.Compression(method, ...).init_state(tree, n_workers) gave for the same"
+    if not isinstance(state, tuple) or len(state) != n_buckets:
+        found = len(state) if isinstance(state, tuple) else repr(type(state).__name__)
+        raise ValueError(
+            f"state is for {found} buckets and the tree has {n_buckets}; {remedy} arguments"
+        )
+    wanted, given = ([jnp.shape(x) for x in jax.tree.leaves(t)] for t in (expected, state))
+    if jax.tree.structure(expected) != jax.tree.structure(state) or wanted != given:
+        raise ValueError(
+            f"state has leaves of shapes {given}, and method={methods[0]!r} keeps {wanted} of this "
+            f"tree on each worker; {remedy} arguments, one worker's part if it is stacked"
+        )
+    return list(state)
+
+
+# --- Rule -----------------------------------------------------------------------------------------
+
+
+def weighted(
+    values: list[Array],
+    leaves: list[Leaf],
+    fixed: Fixed,
+    op: Op,
+    weight: Array | float,
+    axis: Axis,
+) -> list[Array]:
+    """Scales leaves that differ between workers so that their plain mean is the weighted mean."""
+    if op != "mean":
+        raise ValueError(f"weight goes with op='mean', and op={op!r}; multiply the leaves instead")
+    if jnp.shape(weight) != ():
+        raise ValueError(f"weight has shape {jnp.shape(weight)}; pass one number for each worker")
+    wrong = [leaf for leaf in leaves if not jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    if wrong:
+        raise ValueError(
+            f"weight: leaf {wrong[0].name} is {wrong[0].dtype.name}, which has no weighted mean; "
+            "reduce such leaves apart, or cast them to f32"
+        )
+    share = share_of(weight, axis)
+    alike = {i for i, why in fixed.items() if why != "native"}
+    return [x if i in alike else weigh(jnp.asarray(x), share) for i, x in enumerate(values)]
+
+
+def share_of(weight: Array | float, axis: Axis) -> Array:
+    """This worker's weight divided by the mean weight; 0 if all are 0, NaN if one is invalid."""
+    weight = axis.to_varying(jnp.asarray(weight, jnp.float32))
+    weight = jnp.where((weight >= 0) & (weight < jnp.inf), weight, jnp.nan)
+    # The largest weight becomes 1, so that no sum overflows. The mean does not depend on it.
+    largest = axis.pmax(jnp.nan_to_num(lax.stop_gradient(weight)))
+    # Compilers may multiply by 1 / largest, which has to be a normal number, too.
+    unit = jnp.where(largest > 2.0**64, jnp.float32(2.0**-64), 1.0)
+    weight = (weight * unit) / jnp.where(largest > 0, largest * unit, 1.0)
+    total = axis.psum(weight)
+    return jnp.where(total == 0, 0.0, weight * (axis.size / jnp.where(total == 0, 1.0, total)))
+
+
+def weigh(x: Array, share: Array | None) -> Array:
+    """``x`` times the share; 0 for a share of 0, whatever ``x`` is."""
+    if share is None:
+        return x
+    wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+    return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
+
+
+def exact_of(axis: Axis, op: Op) -> Callable:
+    """The exact reduction of a tree."""
+    return axis.pmean if op == "mean" else axis.psum
+
+
+class AllReduce(NamedTuple):
+    """The rule of all-reduces."""
+
+    axis: Axis
+    op: Op
+    metrics: bool = False
+    asks: bool = False
+    """Whether the program may ask for its devices (`core.axis.knows_devices`)."""
+
+    def native(self, leaves: Sequence[Native], values: Values) -> Values:
+        """One call, so that XLA may send all leaves together."""
+        indices = [leaf.index for leaf, _, _ in leaves]
+        sums = exact_of(self.axis, self.op)([values[i] for i in indices])
+        return dict(zip(indices, sums, strict=True))
+
+    def joined(self, bucket: Bucket, values: Values) -> Any:
+        """The flat bucket; of one worker its leaves, which need no copy."""
+        if self.axis.size == 1:
+            return [values[leaf.index] for leaf in bucket.leaves]
+        return concatenate(bucket, values)
+
+    def moved(self, x: Any, seed: Seed, state: State, plan: Plan, number: int) -> tuple[Any, Any]:
+        """See `Rule`; the facts are `BucketMetrics`."""
+        bucket, exact = plan.buckets[number], exact_of(self.axis, self.op)
+        if self.axis.size == 1:
+            found, facts = exact(x), None  # JAX knows of the results that all workers hold them
+            if self.metrics:
+                own = dict(zip((leaf.index for leaf in bucket.leaves), found, strict=True))
+                facts = bucket_metrics(concatenate(bucket, own), PayloadFacts(error=0.0))
+            return found, (state, facts)
+        route = bucket.route
+        method, divisor = route.runner.of_bucket(bucket), self.axis.size if self.op == "mean" else 1
+        push = route.push if self._pushes(plan, number) else None
+        way = _Way(self.axis, method, route.flat, divisor, self.metrics, push, self.asks)
+        run = self.axis.program(_reduce_bucket)
+        total, told = run(*lax.stop_gradient((x, seed, state)), way=way)
+        return with_tangent(exact, x, total), told
+
+    def _pushes(self, plan: Plan, number: int) -> bool:
+        """Whether a push kernel reduces a bucket.
+
+        JAX's collectives also run over axes of `jax.vmap`; push kernels do not. Several large
+        buckets overlap with each other, but not beside a push kernel.
+        """
+        pushed, axis = plan.buckets[number].route.pushed, self.axis
+        if pushed is None or axis.groups is not None or pk.needs_of_push(axis.names) is not None:
+            return False
+        return sum(bucket.nbytes for bucket in plan.buckets) <= pushed[1]
+
+    def taken_apart(self, result: Any, bucket: Bucket) -> Values:
+        """See `Rule`."""
+        if self.axis.size == 1:
+            return dict(zip((leaf.index for leaf in bucket.leaves), result, strict=True))
+        return dict(split(bucket, result))
+
+
+def reduce_leaves(
+    values: Values, key: Array | None, states: list[State], *, plan: Plan, rule: AllReduce
+) -> tuple[Values, list[State], Metrics | None]:
+    """Sums or means of one device's leaves, the next states, and metrics if the rule has them."""
+    values, after, known = run(plan, rule, values, key, states)
+    if not rule.metrics:
+        return values, after, None
+    pairs = zip(known, plan.buckets, strict=True)
+    of_leaves = [of_all_parts(facts, bucket.axes) for facts, bucket in pairs]
+    moves = plan.moves
+    sent = sum(move.sent_bits for move in moves) / 8
+    bits = plan.bits_per_coord(sent, sum(move.size for move in moves))
+    return values, after, summarise(of_leaves, bits_per_coord=bits, wire_bytes=sent)
+
+
+class _Way(NamedTuple):
+    """How buckets are reduced: the static fields of a `Call`, and the method that gets it."""
+
+    axis: Axis
+    method: Method
+    topology: Topology | None
+    divisor: int
+    metrics: bool
+    push: Topology | None = None
+    """The topology for push kernels, if these are faster."""
+    asks: bool = False
+    """Whether the program may ask for its devices; a trace that does not is another one."""
+
+
+# A function of its own in the program: buckets of the same size are traced and lowered once.
+@functools.partial(jax.jit, static_argnames="way")
+def _reduce_bucket(
+    x: Array, seed: Seed, state: State, *, way: _Way
+) -> tuple[Array, tuple[State, BucketMetrics | None]]:
+    if way.push is not None:
+        alone = way._replace(push=None)
+        ways = alone._replace(topology=way.push), alone
+        by = (functools.partial(_reduce_bucket, way=one) for one in ways)
+        return by_device_order(*by, x, seed, state)
+    call = Call(way.axis, way.topology, seed, way.divisor, state, way.metrics)
+    outcome = way.method.all_reduce(x, call)
+    known = bucket_metrics(outcome.value, outcome.facts) if way.metrics else None
+    return outcome.value, (outcome.state, known)
+
+
+def over_open_axes(run: Callable, around: Surroundings, specs: Any, split_over: list) -> Callable:
+    """``run(values, key, states)`` mapped over the open axes, over which leaves are still whole.
+
+    States of buckets whose parts differ have a leading axis of parts.
+    """
+
+    def each(f: Callable, states: list[State]) -> list[State]:
+        pairs = zip(states, split_over, strict=True)
+        return [jax.tree.map(f, state) if axes else state for state, axes in pairs]
+
+    def of_part(values, words, states):
+        # A device has one part, so the axis of parts has length 1 here.
+        values, states, found = run(values, words, each(lambda x: x[0], states))
+        return values, each(lambda x: x[None], states), found
+
+    of_states = [P(axes) if axes else P() for axes in split_over]
+    mapped = around.per_part(of_part, (specs, P(), of_states), (specs, of_states, P()))
+
+    def of_whole(values, key, states):
+        pairs = zip(states, of_states, strict=True)
+        typed = [around.as_typed(state, spec) for state, spec in pairs]
+        return mapped(values, key_words(key), typed)
+
+    return of_whole
+
+
+# --- Trees of leaves that may be sharded ----------------------------------------------------------
 
 
 def _first(at: Dimensions) -> int:
@@ -129,10 +382,10 @@ class Reduction:
         of_copies: list[Any] = [None] * len(told)
         if copies is not None and jax.tree.structure(copies) == treedef:
             of_copies = [jnp.shape(x) for x in jax.tree.leaves(copies)]
-        for (leaf, x, spec, split), copy in zip(leaves, of_copies, strict=True):
+        for (leaf, x, spec, where), copy in zip(leaves, of_copies, strict=True):
             part(leaf, spec, within)  # refuses specs that do not fit
-            _check_shard(leaf, x, spec, split, axis, around.open)
-            whole, zeros = whole_shape(leaf.shape, split, sizes), Padding()
+            _check_shard(leaf, x, spec, where, axis, around.open)
+            whole, zeros = whole_shape(leaf.shape, where, sizes), Padding()
             if copy is not None and len(copy) == len(whole):
                 zeros = padding_of(copy, spec, sizes)
                 if whole == zeros.padded_shape(copy):
@@ -303,10 +556,10 @@ def _named(tree: Any) -> tuple[dict[str, Array], Any]:
 
 
 def _check_shard(
-    leaf: Leaf, x: Array, spec: P, split: Split, axis: Axis, opened: Collection[str]
+    leaf: Leaf, x: Array, spec: P, where: Split, axis: Axis, opened: Collection[str]
 ) -> None:
     varying = varying_axes(x)
-    for dimension, names in split:
+    for dimension, names in where:
         if axis.tracked and not varying.issuperset(names):
             raise ValueError(
                 f"specs: leaf {leaf.name} is sharded over {names}, as {spec} says, and all "
@@ -321,3 +574,98 @@ def _check_shard(
                 f"what a gather over {names} gives would be out of order; split another "
                 f"dimension over {tuple(within)}"
             )
+
+
+# --- Differences that wait for the next step ------------------------------------------------------
+
+
+_taken: set[AxisName] = set()
+"""The axes over which this process has traced something that takes pending differences."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("ready", "words"), meta_fields=("total",)
+)
+@dataclasses.dataclass(frozen=True)
+class Pending(Serializable):
+    """Differences that have not travelled yet, and the seed and the way in which they will.
+
+    Attributes:
+      ready: whether masters have moved since the copy was made, bool[].
+      words: the words of the key of the last update, uint32[2].
+      total: the axis, and how differences travel.
+    """
+
+    ready: Array
+    words: Array
+    total: Reduction
+
+    def check_taken(self) -> None:
+        """Warns, while an update is traced, if nothing has ever taken differences over this axis.
+
+        A step takes the differences before its update. So this trace, or an earlier one, has called
+        `current`.
+        """
+        if self.total.axis.name not in _taken:
+            warn(
+                "nothing takes the pending differences of dq.optax.sharded(..., deferred=True): "
+                "parameters would stay as they are; pass pending=state.pending to dq.overlapped, "
+                "or call dq.optax.gathered(params, opt_state) at the top of the step",
+            )
+
+    def current(self, masters: Any, copies: Any, words: Array, specs: Any) -> Any:
+        """The copy with the decoded differences of this worker's masters, the same on all workers.
+
+        ``specs`` say how masters are split. Where the wire has the copy's dtype, rounded masters
+        travel in the place of differences. Leaves that are not split take their rounded masters.
+        """
+        _taken.add(self.total.axis.name)
+        total, _ = self.total.of_shards(masters, specs, copies)
+        held, treedef = jax.tree.flatten(masters)
+        found = jax.tree.leaves(copies)
+        exactly = total.gathers_exactly(describe_leaves(copies))
+        own: list[Array | None] = [None] * len(held)  # `None`: no leaf of the tree below
+        place = total.placement
+        for i, (where, padding) in enumerate(zip(place.splits, place.padding, strict=True)):
+            if where:
+                copy = own_slice(found[i], where, total.axis, padding)
+                sent = sent_of(held[i], copy, exactly[i])
+                own[i] = jnp.where(self.ready, sent, copy) if exactly[i] else sent
+            else:
+                # The copy is an update behind if fewer workers, before a restart, split the leaf.
+                found[i] = jnp.where(self.ready, sent_of(held[i], found[i], True), found[i])
+        places = [i for i, x in enumerate(own) if x is not None]
+        with errors_return():
+            whole = total.some(places).whole(treedef.unflatten(own), words)
+        for i, x in zip(places, jax.tree.leaves(whole), strict=True):
+            if not exactly[i]:
+                added = jnp.where(self.ready, x, jnp.zeros_like(x))
+                x = (found[i] + added).astype(found[i].dtype)
+            found[i] = x
+        return treedef.unflatten(found)
+
+
+def sent_of(master: Array, copy: Array, exactly: bool) -> Array:
+    """The difference that the owner of a slice sends, in the copy's dtype.
+
+    If the wire has this dtype, ``exactly``, it sends the master itself.
+    """
+    return (master if exactly else master - copy.astype(jnp.float32)).astype(copy.dtype)
+
+
+@contextlib.contextmanager
+def errors_return() -> Iterator[None]:
+    """Silences the warning of large errors: the next differences contain those of this gather."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*error of a super-group")
+        yield
+
+
+def own_slice(x: Array, where: Split, axis: Axis, padding: Padding) -> Array:
+    """This worker's slice of a whole leaf, which is padded first."""
+    x = padding.padded(x)
+    for dimension, _ in where:
+        rows = x.shape[dimension] // axis.size
+        start = axis.index.astype(jnp.uint32) * rows  # JAX asks of a signed one if it is negative
+        x = lax.dynamic_slice_in_dim(x, start, rows, dimension)
+    return x

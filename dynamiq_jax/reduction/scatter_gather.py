@@ -12,29 +12,34 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dynamiq_jax.compression.agreement import compare_first
-from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_topology
+from dynamiq_jax.compression.compression import AnyPolicy, Compression, as_compression, as_topology
 from dynamiq_jax.compression.shards import Dimensions, Exchange
-from dynamiq_jax.core.axis import Axis, AxisName, Varying
+from dynamiq_jax.core.axis import Axis, AxisName, Seed, Varying, check_key, key_words
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_groups
-from dynamiq_jax.core.seeds import Seed, check_key, key_words
-from dynamiq_jax.engine.run import Values, no_buckets, run
+from dynamiq_jax.engine.run import (
+    Fixed,
+    Values,
+    check_varying,
+    fixed_leaves,
+    no_buckets,
+    run,
+    with_tangent,
+)
 from dynamiq_jax.former import formerly
 from dynamiq_jax.methods import Method, State
 from dynamiq_jax.methods.base import Call, check_choice
 from dynamiq_jax.plan.plan import Native, Plan
-from dynamiq_jax.reduction.buckets import Fixed, check_varying, fixed_leaves, with_tangent
 from dynamiq_jax.reduction.packed import Packed
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
+    check_whole,
     concatenate,
     describe_leaves,
     from_flat,
     joined,
     to_flat,
 )
-from dynamiq_jax.tree.placement import check_whole
 
 Tree = TypeVar("Tree")
 

@@ -15,11 +15,10 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.meshes import knows_devices, set_around
+from dynamiq_jax.core.axis import Axis, knows_devices, set_around
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import axes_above_one, constrained
+from dynamiq_jax.tree.leaves import axes_above_one, constrained
 
 
 class Placement(NamedTuple):
@@ -148,7 +147,7 @@ class _Told(NamedTuple):
     specs: tuple[P, ...]
     metrics: bool
     asks: bool
-    """Whether it may ask for its devices (`core.meshes.knows_devices`)."""
+    """Whether it may ask for its devices (`core.axis.knows_devices`)."""
 
 
 def _others(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> tuple[str, ...]:

@@ -35,8 +35,7 @@ from jax import Array
 from jaxtyping import Int
 
 import pallas_kernels as pk
-from dynamiq_jax.core.axis import Axis
-from dynamiq_jax.core.seeds import rounded_to
+from dynamiq_jax.core.axis import Axis, rounded_to
 from pallas_kernels.peers import connected, disabled
 
 # --- Links ----------------------------------------------------------------------------------------

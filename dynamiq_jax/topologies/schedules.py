@@ -35,7 +35,7 @@ about these workers, so rules 2 and 3 apply, and `assumed` says so.
 The transport that `transport=None` chooses: "permutes" for up to `COPYING` workers if copy engines
 execute ppermutes (`topologies.links`), else "collectives". A sum over NVLink that is not beside
 other work is "push" if its size is between the limits of `dynamiq_jax.methods.dynamiq.crossover`,
-and the mesh has its devices in their order (`dynamiq_jax.core.meshes`).
+and the mesh has its devices in their order (`dynamiq_jax.core.axis`).
 """
 
 import dataclasses
@@ -213,7 +213,7 @@ class Topology(Options, ABC):
         Default: 2 from 2^25 coordinates on, 1 below.
       balance: the additional bits per coordinate that the stages before the last get, compared with
         the last stage; the average is always the method's ``bits``. `None`:
-        `dynamiq_jax.methods.dynamiq.allocation` distributes the bits.
+        `dynamiq_jax.methods.dynamiq.layout` distributes the bits.
       transport: see `dynamiq_jax.topologies.links`; `None`: chosen by
         `dynamiq_jax.topologies.schedules`.
     """

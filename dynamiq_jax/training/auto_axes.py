@@ -14,26 +14,24 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.core.axis import Axis, knows_devices, telling_shardings
 from dynamiq_jax.core.compat import assume_invarying, varying_axes
 from dynamiq_jax.core.failures import REFUSALS, raised_by_jax
-from dynamiq_jax.core.meshes import knows_devices, telling_shardings
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, Recorded, lowers_otherwise, record
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
-from dynamiq_jax.reduction.buckets import share_of, weigh
-from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
+from dynamiq_jax.reduction.reduction import Reduction, share_of, warn_of_gather, weigh
 from dynamiq_jax.reduction.worker_gradients import terms_of
 from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
 from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
 from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans, warn_of_scan
 from dynamiq_jax.training.wanted import Wanted
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,
     constrained,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,
@@ -87,7 +85,7 @@ class _Known(NamedTuple):
     folded: tuple[bool, ...]
     """Which of these are keys into which workers fold their numbers."""
     asks: bool
-    """Whether the program may ask for its devices (`core.meshes.knows_devices`)."""
+    """Whether the program may ask for its devices (`core.axis.knows_devices`)."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -181,7 +179,7 @@ class AutoGrad:
         opened = [restrict_spec(spec, others) for spec in placed]
         total = self.wanted.total.with_specs(tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
-        params = self._gathered(params, placed, opened)
+        params = self._gathered(params, placed, opened, key)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_workers if self.wanted.unreduced else of_grads, of_workers, P())  # type: ignore[arg-type]
@@ -219,12 +217,16 @@ class AutoGrad:
             return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
-    def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
+    def _gathered(
+        self, params: Any, placed: tuple[P, ...], opened: list[P], key: Array | None
+    ) -> Any:
         """Parameters that are whole over the data axes; warns of many bytes."""
         leaves, own = zip(describe_leaves(params), placed, opened, strict=True), {*self.counting}
         gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
         remedy = "differentiate under jax.shard_map and call dq.fsdp in each layer"
         warn_of_gather(gathered, remedy)
+        if gathered and self.wanted.gathers is not None:
+            params = self.wanted.whole(params, placed, self.mesh, key)
         # Without a constraint the compiler would gather over all axes.
         return constrained(params, self.mesh, opened) if gathered and self.others else params
 

@@ -11,8 +11,8 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import reduced_from_nothing
-from dynamiq_jax.reduction.buckets import weigh
-from dynamiq_jax.tree.placement import misfit_of
+from dynamiq_jax.reduction.reduction import weigh
+from dynamiq_jax.tree.leaves import misfit_of
 
 
 def words_of(aux_tree: Any, told: Any, op: Op, rows: Collection[int]) -> list[str]:

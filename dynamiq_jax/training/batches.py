@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.reduction import warn_of_gather
-from dynamiq_jax.tree.leaves import describe_leaves
-from dynamiq_jax.tree.placement import (
+from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,
+    describe_leaves,
     flat_specs,
     n_parts,
     names_of,

@@ -18,9 +18,8 @@ from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.core.axis import check_key, key_words, mesh_of, resharded
 from dynamiq_jax.core.explicit import traced_for
-from dynamiq_jax.core.meshes import mesh_of, resharded
-from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.jaxprs.uses import gathered_p
 from dynamiq_jax.reduction.explicit_sums import (
     large_leaves,
@@ -28,7 +27,7 @@ from dynamiq_jax.reduction.explicit_sums import (
     scattered_spec,
 )
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.placement import restrict_spec
+from dynamiq_jax.tree.leaves import restrict_spec
 
 _whole: contextvars.ContextVar[bool] = contextvars.ContextVar("dynamiq_jax_whole", default=False)
 BACKWARD = 1

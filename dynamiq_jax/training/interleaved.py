@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array
 
-from dynamiq_jax.core.axis import Axis, together
-from dynamiq_jax.core.seeds import fold_seeds
+from dynamiq_jax.core.axis import Axis, fold_seeds, together
 from dynamiq_jax.engine.run import all_at_once
 from dynamiq_jax.jaxprs.phases import SMALL, Progress, Slot, Traced, cut, seeds_of
-from dynamiq_jax.reduction.pending import Pending
+from dynamiq_jax.reduction.reduction import Pending
 from dynamiq_jax.training.in_backward import Reducer
 
 LATE = 4

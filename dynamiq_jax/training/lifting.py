@@ -19,7 +19,7 @@ from dynamiq_jax.jaxprs.passing import evaluable, used_inputs
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, check_closure, type_of
 from dynamiq_jax.training.batches import Told, is_seed
 from dynamiq_jax.training.closures import Copy, Slot, closed_arrays, closed_variables, write
-from dynamiq_jax.tree.placement import flat_specs
+from dynamiq_jax.tree.leaves import flat_specs
 
 
 class Losses(NamedTuple):

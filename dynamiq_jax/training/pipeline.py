@@ -30,15 +30,13 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression, as_parameters
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression, as_parameters
 from dynamiq_jax.compression.shards import gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, check_axis
-from dynamiq_jax.core.seeds import key_words
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.phases import Progress
-from dynamiq_jax.reduction.pending import Pending
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Pending, Reduction
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import (
     Beside,

@@ -9,12 +9,11 @@ import jax.core
 import jax.numpy as jnp
 from jax import Array, lax
 
-from dynamiq_jax.compression.policy import AnyPolicy, as_compression
+from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.compression.shards import gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName
+from dynamiq_jax.core.axis import Axis, AxisName, check_key, key_words
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_constant, with_constants
-from dynamiq_jax.core.seeds import check_key, key_words
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_scan import scan_outside
 from dynamiq_jax.training.in_backward import constant, constant_copies

@@ -16,7 +16,7 @@ from dynamiq_jax.commands.bench import contenders
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import codec
-from dynamiq_jax.methods.dynamiq.plan import make_plan
+from dynamiq_jax.methods.dynamiq.codec import make_plan
 from pallas_kernels._compat import RUNS_MOSAIC
 from pallas_kernels.backend import MOST_WORKERS
 

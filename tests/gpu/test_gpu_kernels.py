@@ -23,7 +23,7 @@ from kernel_runs import (
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.methods.dynamiq.plan import make_plan
+from dynamiq_jax.methods.dynamiq.codec import make_plan
 from pallas_kernels._compat import RUNS_MOSAIC
 
 BACKENDS = ["triton", "mosaic"] if RUNS_MOSAIC else ["triton"]

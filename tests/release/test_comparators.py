@@ -35,7 +35,7 @@ from workers import auto_mesh, gradient, loss_fn, mesh_of, problem, put
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
-from dynamiq_jax.compression.policy import as_compression
+from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.contrib import hadamard, lanes, liec, mx, sidco, thc
 from dynamiq_jax.contrib.local_error import LocalError
 from dynamiq_jax.contrib.powersgd import orthonormal

@@ -22,6 +22,7 @@ import typer
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+import dynamiq_jax.core.axis as core_axis
 from dynamiq_jax.commands import options
 from dynamiq_jax.commands.bench import contenders, tables
 from dynamiq_jax.commands.bench.contenders import Contender
@@ -29,7 +30,6 @@ from dynamiq_jax.commands.bench.timing import Timing, compile_calls, repeat_on_d
 from dynamiq_jax.commands.options import checked
 from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.core import meshes
 from dynamiq_jax.methods.metrics import vnmse
 from dynamiq_jax.topologies.links import compiled_by, compiler_options, jit
 
@@ -138,7 +138,7 @@ def make_mesh(devices: Sequence[Any], nodes: int = 1) -> Mesh:
         raise ValueError(f"{len(devices)} devices are not {nodes} equal nodes: pass a divisor")
     shape = (len(devices),) if nodes == 1 else (nodes, len(devices) // nodes)
     names = AXES[-len(shape) :]
-    return meshes.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
+    return core_axis.make_mesh(shape, names, (AxisType.Auto,) * len(shape), devices=devices)
 
 
 def heavy_tailed_gradients(mesh: Mesh, coords: int) -> jax.Array:

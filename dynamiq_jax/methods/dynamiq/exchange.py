@@ -9,7 +9,7 @@ from jax import Array, lax
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.core.seeds import seed_of
+from dynamiq_jax.core.axis import seed_of
 from dynamiq_jax.methods.base import Call
 from pallas_kernels import Backend, WireFormat
 from pallas_kernels.format import TILE_ROWS

@@ -11,9 +11,8 @@ from jax import Array
 from jaxtyping import Float
 
 import pallas_kernels as pk
-from dynamiq_jax.core.axis import Varying
+from dynamiq_jax.core.axis import Varying, seed_of
 from dynamiq_jax.core.checks import check_fields
-from dynamiq_jax.core.seeds import seed_of
 from dynamiq_jax.executors.codec import ChunkCodec, Encoder, Payload
 from dynamiq_jax.executors.collectives import reduce_scatter
 from dynamiq_jax.methods.base import (
@@ -21,17 +20,8 @@ from dynamiq_jax.methods.base import (
     MIN_LEAF_SIZE,
     Call,
     Collective,
+    HopMethod,
     Limits,
-)
-from dynamiq_jax.methods.dynamiq.allocation import (
-    LARGEST_DITHERED_ERROR,
-    LARGEST_RELATIVE_ERROR,
-    NARROWEST_FLOOR,
-    WIDEST_FLOOR,
-    Allocation,
-    Floor,
-    allocate,
-    widest_floor,
 )
 from dynamiq_jax.methods.dynamiq.codec import (
     SharedPlan,
@@ -39,14 +29,26 @@ from dynamiq_jax.methods.dynamiq.codec import (
     coords_by_width,
     encode_slice,
     expected_error,
+    pack_statistics,
+    sampled,
     shared_plan,
 )
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, push_bytes
 from dynamiq_jax.methods.dynamiq.exchange import block_words, exchange
 from dynamiq_jax.methods.dynamiq.format import Format
-from dynamiq_jax.methods.dynamiq.layout import Layout, Transfers, make_layout
-from dynamiq_jax.methods.dynamiq.plan import pack_statistics, sampled
-from dynamiq_jax.methods.hops import HopMethod
+from dynamiq_jax.methods.dynamiq.layout import (
+    LARGEST_DITHERED_ERROR,
+    LARGEST_RELATIVE_ERROR,
+    NARROWEST_FLOOR,
+    WIDEST_FLOOR,
+    Allocation,
+    Floor,
+    Layout,
+    Transfers,
+    allocate,
+    make_layout,
+    widest_floor,
+)
 from dynamiq_jax.methods.metrics import PayloadFacts, finite_norm
 from dynamiq_jax.topologies import Direct, Stage, Topology
 from dynamiq_jax.tree.leaves import ScaleAxis
@@ -70,7 +72,7 @@ class DynamiQ(HopMethod):
         from 2 to 14.
       floor: the smallest width of a super-group. "auto": the largest width that all can have,
         chosen for every stage to minimise the relative error of each super-group
-        (`dynamiq_jax.methods.dynamiq.allocation`, `relative_error`); a width: this width in all
+        (`dynamiq_jax.methods.dynamiq.layout`, `relative_error`); a width: this width in all
         stages; `None`: only the squared error decides, as in the paper, which raises the loss of
         training with Adam by 2 to 5% at 3 to 5 bits.
       plan: whether the widths of super-groups depend on statistics that all workers add up before
