@@ -26,11 +26,10 @@ from dynamiq_jax.core.compat import (
     inner_jaxprs,
     name_of,
     varying_axes,
-    with_constants,
 )
 from dynamiq_jax.jaxprs.primitives import CASTS, JITS, OWN_DERIVATIVE, collective_of
 from dynamiq_jax.jaxprs.walk import interpret, within
-from dynamiq_jax.tree.placement import axes_of
+from dynamiq_jax.tree.leaves import axes_of
 
 
 def has_own_derivative(equation: JaxprEqn) -> bool:
@@ -144,15 +143,19 @@ def map_rows(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | Non
 
     def inner(*xs: Any) -> tuple[Any, ...]:
         own = [x[0] if i in typed else x for i, x in enumerate(xs)]
-        if params["check_vma"]:
-            return tuple(_more_varying(params["jaxpr"], own))
-        return tuple(jax.core.eval_jaxpr(*with_constants(params["jaxpr"]), *own))
+        run = _more_varying if params["check_vma"] else _plainly
+        return tuple(run(params["jaxpr"], own))
 
     options = {key: params[key] for key in ("out_specs", "check_vma")}
     mesh = shardings[next(iter(typed))].mesh
     return jax.shard_map(inner, mesh=mesh, in_specs=tuple(specs), axis_names=names, **options)(
         *given
     )
+
+
+def _plainly(program: Any, args: Sequence[Any]) -> list[Any]:
+    rule = lambda equation, operands: evaluate(equation, *operands)
+    return interpret(program, args, rule, literal=constant_of, constant=jnp.asarray)
 
 
 def _more_varying(program: Any, args: Sequence[Any]) -> list[Any]:
@@ -199,8 +202,8 @@ def _rows_of_copies(mesh: Any, axes: tuple[str, ...], x: Array) -> Array:
 
 
 def _rows(mesh: Any, axes: tuple[str, ...], x: Array, spec: P) -> Array:
-    """What each device has of ``x``, as a row of an array that ``axes`` split."""
-    into = {"in_specs": spec, "out_specs": P(axes, *spec.partitions)}
+    """Rows that ``axes`` split: each is what a device has of ``x``."""
+    into: dict[str, Any] = {"in_specs": spec, "out_specs": P(axes, *spec.partitions)}
     run = jax.shard_map(lambda own: own[None], mesh=mesh, check_vma=False, **into)
     return run(_put(mesh, x, spec))
 
@@ -208,7 +211,10 @@ def _rows(mesh: Any, axes: tuple[str, ...], x: Array, spec: P) -> Array:
 def _terms(mesh: Any, axes: tuple[str, ...], rows: Array, like: Array) -> Array:
     """The unreduced value, split as ``like`` is, of which each device has a term: its row."""
     spec = P(axes, *_split(like))
-    into = {"in_specs": spec, "out_specs": P(*_split(like), unreduced=frozenset(axes))}
+    into: dict[str, Any] = {
+        "in_specs": spec,
+        "out_specs": P(*_split(like), unreduced=frozenset(axes)),
+    }
     run = jax.shard_map(lambda row: row[0], mesh=mesh, check_vma=False, **into)
     return run(_put(mesh, rows, spec))
 
