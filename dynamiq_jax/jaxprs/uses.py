@@ -33,9 +33,10 @@ from dynamiq_jax.core.compat import (
     evaluate,
     inner_jaxprs,
     name_of,
+    refusals,
+    unrolls_typed,
     with_constants,
 )
-from dynamiq_jax.core.explicit import refusals, unrolls_typed
 from dynamiq_jax.jaxprs.derived import (
     derive,
     has_own_derivative,

@@ -19,10 +19,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis, resharded
-from dynamiq_jax.core.compat import name_of
-from dynamiq_jax.core.explicit import (
+from dynamiq_jax.core.compat import (
     check_partitioner,
     linear_program,
+    name_of,
     refusals,
     traced_for,
 )

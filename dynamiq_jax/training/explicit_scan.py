@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import mesh_of, resharded
-from dynamiq_jax.core.explicit import traced_for
+from dynamiq_jax.core.compat import traced_for
 from dynamiq_jax.reduction.explicit_sums import large_leaves, reduce_unreduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_shards import BACKWARD

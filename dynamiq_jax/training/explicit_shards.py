@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import check_key, key_words, mesh_of, resharded
-from dynamiq_jax.core.explicit import traced_for
+from dynamiq_jax.core.compat import traced_for
 from dynamiq_jax.jaxprs.uses import gathered_p
 from dynamiq_jax.reduction.explicit_sums import (
     large_leaves,
