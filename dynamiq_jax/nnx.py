@@ -22,7 +22,7 @@ from dynamiq_jax.compression.compression import AnyPolicy, as_compression
 from dynamiq_jax.core.axis import Axis, AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.former import formerly, unless
-from dynamiq_jax.jaxprs.passing import passed_arguments
+from dynamiq_jax.jaxprs.walk import passed_arguments
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
 from dynamiq_jax.training.batches import Told, is_key, leaf_specs

@@ -28,7 +28,6 @@ from dynamiq_jax.core.compat import (
 )
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import REMEDY, gathered_over
-from dynamiq_jax.jaxprs.passing import inputs_of
 from dynamiq_jax.jaxprs.uses import (
     Uses,
     kept_on_auto,
@@ -37,6 +36,7 @@ from dynamiq_jax.jaxprs.uses import (
     unrolled_in_part,
     value_of,
 )
+from dynamiq_jax.jaxprs.walk import inputs_of
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.plan.plan import BY_USE
