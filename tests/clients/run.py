@@ -241,7 +241,7 @@ def _copies_equal(tree: Any) -> bool:
 
 
 def _checksum(x: Any) -> int:
-    """A sum of the bits of one device's array; a GPU forms it, as gigabytes take long to get here."""
+    """A sum of one device's bits; a GPU forms it, as gigabytes take long to get here."""
     import jax
     import numpy as np
 
