@@ -161,7 +161,8 @@ TABLES: dict[str, list[Job]] = {
     "steps": [
         step_time("25 Gb/s; 2 × H200", HOSTS.replace("{rate}", "25gbit"),
                   f"--samples 5 --steps 3 --ways {ALL},auto:5,explicit:5,{OURS},"
-                  "zero-explicit:5/2.5,zero-dear:4d/2.5", ROOTED),
+                  "zero-explicit:5/2.5,zero-dear:4d/2.5,zero-dear:few/few,zero-dear:mxfp4/2.5",
+                  ROOTED),
         step_time("25 Gb/s; 2 hosts × 2 H200",
                   HOSTS.replace("{rate}", "25gbit").replace("--gpus 1", "--gpus 2"),
                   "--samples 5 --steps 3 --nodes 2 --topology hierarchical --ways none,bf16-psum,"

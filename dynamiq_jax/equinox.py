@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import AnyPolicy, as_compression
+from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.reduction.reduction import Reduction
@@ -76,7 +77,8 @@ def filter_value_and_grad(
     """
     axis = check_axis(axis_name)
     total = Reduction(axis, as_compression(compression), op)
-    wanted = Wanted(total, 0, has_aux, metrics=metrics, unreduced=unreduced, ungathered=ungathered)
+    gathers = told_gathers(compression)
+    wanted = Wanted(total, 0, has_aux, metrics, unreduced, ungathered, gathers=gathers)
 
     def joined(function: Callable[..., Any]) -> Callable[..., Any]:
         def of_parts(params: Any, rest: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

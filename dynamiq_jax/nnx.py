@@ -19,6 +19,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import AnyPolicy, as_compression
+from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import Axis, AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.former import formerly, unless
@@ -106,7 +107,13 @@ def value_and_grad(
     axis = check_axis(axis_name)
     total = Reduction(axis, as_compression(compression), op)
     wanted = Wanted(
-        total, 0, has_aux=True, metrics=metrics, unreduced=unreduced, ungathered=ungathered
+        total,
+        0,
+        has_aux=True,
+        metrics=metrics,
+        unreduced=unreduced,
+        ungathered=ungathered,
+        gathers=told_gathers(compression),
     )
     choice = _Choice.of(argnums)
 

@@ -21,6 +21,7 @@ from workers import compilations, mesh_of, network, put
 import dynamiq_jax as dq
 from dynamiq_jax.methods.base import Outcome
 from dynamiq_jax.methods.metrics import vnmse
+from dynamiq_jax.tree.leaves import axes_of
 
 KINDS = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 METHODS = {"automatic": EXACT, "explicit": small(dq.F32(), exclude="bias|scale")}
@@ -339,6 +340,29 @@ def test_shards_over_data_axes_are_gathered_once_and_never_all_reduced():
     for name, bits in moves_of(hlo):
         sizes[name] += bits // 32
     assert sizes == {"all-gather": split, "reduce-scatter": split // 8, "all-reduce": 64 + 1 + 1}
+
+
+@pytest.mark.parametrize(("kind", "name"), daily(itertools.product(KINDS, LAYOUTS), EACH))
+def test_shards_are_gathered_as_the_policy_says(kind, name):
+    """By bf16 the loss sees rounded shards; its gradients are exact, and sharded as ever."""
+    layout, paths = LAYOUTS[name], []
+
+    def chosen(path, leaf):
+        paths.append(path)
+        return dq.BF16()
+
+    policy = dq.Policy(gradients=METHODS[kind], parameters=small(chosen))
+    args = layout.placed(kind)
+    found = jax.jit(layout.ours(kind, compression=policy))(*args)
+    assert_sharded_alike(found[1], args[0])
+    data = {layout.data} if isinstance(layout.data, str) else {*layout.data}
+    split = {own for own, spec in layout.specs.items() if axes_of(spec) & data}
+    round_bf16 = lambda x: x.astype(jnp.bfloat16).astype(x.dtype)
+    params, batch = network()
+    params = {own: round_bf16(x) if own in split else x for own, x in params.items()}
+    plain = jax.jit(jax.value_and_grad(model))(params, batch["x"])
+    assert_close(found, jax.device_get(plain), atol=1e-6)
+    assert split <= set(paths)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ r"""Losses of sharded updates with fewer bits, and of what might allow them; see
 
 A queue is a list of rows (model, initialisation, method). ``--part 1/4`` trains every fourth row
 from the second on, so that four processes share a GPU and its processor. Every row is written as
-soon as it is trained, and no row starts after ``--seconds``. ``table`` joins the rows of all parts
+soon as it is trained, and no row starts after ``--seconds``; rows that FOLDER has when a part
+starts are not trained again. ``table`` joins the rows of all parts
 and compares them, seed by seed, with the exact mean.
 
 Methods are those of training.py, and
@@ -325,10 +326,12 @@ def train(
     """Trains a part of a queue's rows."""
     start = time.monotonic()
     number, _, parts = part.partition("/")
-    rows = QUEUES[queue][int(number) :: int(parts)]
+    out.mkdir(parents=True, exist_ok=True)
+    trained = [json.loads(line)["settings"] for f in out.glob("*.jsonl") for line in f.open()]
+    trained = {(own["model"], own["init"], own["method"]) for own in trained}
+    rows = [row for row in QUEUES[queue] if row not in trained][int(number) :: int(parts)]
     tasks = {pair: task_of(*pair, steps) for pair in {row[:2] for row in rows}}
     data: dict[Any, Any] = {}
-    out.mkdir(parents=True, exist_ok=True)
     file = out / f"{queue}-{number}.jsonl"
 
     lock = threading.Lock()

@@ -105,6 +105,8 @@ STEPS_OF = {
     "zero-dear:5/2.5": "sharded, 5 + 2.5, deferred",
     "zero-pipeline:4d/2.5": "sharded, 4 with dither + 2.5, pipeline",
     "zero-dear:4d/2.5": "sharded, 4 with dither + 2.5, deferred",
+    "zero-dear:few/few": "sharded, `few_bits` (3.5 + 2.25), deferred",
+    "zero-dear:mxfp4/2.5": "sharded, MXFP4 + 2.5, deferred",
     "fsdp:5/8": "FSDP, 5 + 8, pipeline",
     "fsdp-keep:5/8": "FSDP, payloads kept",
     "fsdp-checkpoint:5/8": "FSDP, blocks checkpointed",
@@ -118,6 +120,7 @@ README_WAYS = {
     "the same in a pipeline": ["dp:5"],
     "sharded updates: [`dq.optax.sharded`](docs/sharded-updates.md)": ["zero:5/2.5"],
     "the same in a pipeline, deferred": ["zero-dear:5/2.5"],
+    "the same with `dq.optax.few_bits()`": ["zero-dear:few/few"],
     "[FSDP](docs/fsdp.md) in a pipeline, payloads kept": ["fsdp-keep:5/8"],
 }
 """The rows of README's table, and the ways that they are, the first one that was measured."""

@@ -591,9 +591,9 @@ class Policy(Options):
 
     | functions | fields |
     |---|---|
-    | `psum`, `pmean`, `reduce`, `psum_scatter`, `value_and_grad`, `optax.all_reduce` | gradients |
+    | `psum`, `pmean`, `reduce`, `psum_scatter`, `optax.all_reduce` | gradients |
     | `all_gather`, `optax.pack` | parameters |
-    | `fsdp`, `overlapped`, `optax.sharded` | gradients and parameters |
+    | `value_and_grad`, `fsdp`, `overlapped`, `optax.sharded` | gradients and parameters |
     | `all_to_all` | activations and cotangents |
 
     What is passed without a policy, such as a bare method, is the first of the function's fields.

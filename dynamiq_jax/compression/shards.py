@@ -92,6 +92,12 @@ def gathers_of(policy: AnyPolicy | None, *, copied: bool = False, here: bool = T
     return told
 
 
+def told_gathers(policy: AnyPolicy | None) -> Compression | None:
+    """How shards travel if the policy says it, else `None`."""
+    told = isinstance(policy, Policy) and policy.parameters is not None
+    return gathers_of(policy) if told else None
+
+
 def _with_method(compression: Compression, default: Method) -> Compression:
     if compression.method is not None:
         return compression

@@ -179,7 +179,7 @@ class AutoGrad:
         opened = [restrict_spec(spec, others) for spec in placed]
         total = self.wanted.total.with_specs(tree.unflatten(opened))
         total = total.placed(mine, over=self.counting, opened=opened)
-        params = self._gathered(params, placed, opened)
+        params = self._gathered(params, placed, opened, key)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
         of_found: Any = Reduced(of_workers if self.wanted.unreduced else of_grads, of_workers, P())  # type: ignore[arg-type]
@@ -217,12 +217,16 @@ class AutoGrad:
             return value, terms_of(found.tree, self.mesh, axis.names, opened)
         return value, found if self.wanted.metrics or state is not None else found.tree
 
-    def _gathered(self, params: Any, placed: tuple[P, ...], opened: list[P]) -> Any:
+    def _gathered(
+        self, params: Any, placed: tuple[P, ...], opened: list[P], key: Array | None
+    ) -> Any:
         """Parameters that are whole over the data axes; warns of many bytes."""
         leaves, own = zip(describe_leaves(params), placed, opened, strict=True), {*self.counting}
         gathered = [part(x, rest, self.mesh.shape) for x, p, rest in leaves if axes_of(p) & own]
         remedy = "differentiate under jax.shard_map and call dq.fsdp in each layer"
         warn_of_gather(gathered, remedy)
+        if gathered and self.wanted.gathers is not None:
+            params = self.wanted.whole(params, placed, self.mesh, key)
         # Without a constraint the compiler would gather over all axes.
         return constrained(params, self.mesh, opened) if gathered and self.others else params
 

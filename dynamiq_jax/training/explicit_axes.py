@@ -148,7 +148,7 @@ class ExplicitGrad(NamedTuple):
         state: State | None = None,
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
-        given = self._sorted(params)
+        given = self._whole_shards(self._sorted(params), key)
         if given.large:
             check_partitioner()
         metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
@@ -216,6 +216,18 @@ class ExplicitGrad(NamedTuple):
         remedy = "call dq.fsdp in each layer of the loss, and pass ungathered=True"
         warn_of_gather([parts[i] for i in sorted(sharded - own)], remedy)
         return _Leaves(params, leaves, treedef, placed, large, own, sharded - own, large - own)
+
+    def _whole_shards(self, given: _Leaves, key: Array | None) -> _Leaves:
+        """Leaves of which shards are whole, where the user says how they travel."""
+        if self.wanted.gathers is None or not given.gathered:
+            return given
+        some = sorted(given.gathered)
+        numbers = range(len(given.leaves))
+        own = (given.leaves[i] if i in given.gathered else None for i in numbers)
+        shards = given.treedef.unflatten(own)  # a method may be chosen by path
+        found = self.wanted.whole(shards, [given.placed[i] for i in some], self.mesh, key)
+        whole = dict(zip(some, jax.tree.leaves(found), strict=True))
+        return given._replace(leaves=[whole.get(i, x) for i, x in enumerate(given.leaves)])
 
     def _held(self, given: _Leaves, deferred: Collection[int]) -> list[Array]:
         """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.compression.compression import AnyPolicy, as_compression
+from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import Axis, AxisName, check_set_mesh, is_explicit, mesh_of, set_around
 from dynamiq_jax.core.checks import Op, check_axis, sizes_on
 from dynamiq_jax.former import formerly, unless
@@ -89,10 +90,11 @@ def value_and_grad(
     all-reduced over the other data axes (HSDP). With `Hierarchical` the scatter over the last data
     axis is native, in 16 bits; then its results are scattered over the other axes, compressed.
 
-    **Sharded parameters are gathered before the loss**, exactly and all at once: every device then
-    holds the whole model. If this takes more than 1 GiB, a warning says how many bytes. To gather
-    one layer at a time, compressed, call `fsdp` in the layers: on Explicit axes with
-    ``ungathered=True``; on Auto axes under `jax.shard_map`, instead of this function.
+    **Sharded parameters are gathered before the loss**, all at once: every device then holds the
+    whole model. If this takes more than 1 GiB, a warning says how many bytes. They travel exactly,
+    in their own dtype, unless ``compression`` is a `Policy` whose ``parameters`` say how. To gather
+    one layer at a time call `fsdp` in the layers: on Explicit axes with ``ungathered=True``; on
+    Auto axes under `jax.shard_map`, instead of this function.
 
     **Experts** that are sharded over the data axes of an Explicit mesh can be passed as shards to a
     `jax.shard_map` in the loss, with ``ungathered=True``. Leave out the map's ``in_specs``, since
@@ -107,7 +109,7 @@ def value_and_grad(
         is sharded.
       argnums: which arguments of ``loss_fn`` are parameters; see `jax.value_and_grad`.
       has_aux: whether ``loss_fn`` returns more than the loss.
-      compression: as for `psum`.
+      compression: as for `psum`; or a `Policy`, whose ``parameters`` say how shards are gathered.
       mesh: a mesh with Auto or Explicit axes. Default: that of `jax.set_mesh`, else that of the
         parameters.
       metrics: whether ``f`` returns the `Metrics` of the gradient.
@@ -179,7 +181,8 @@ def value_and_grad(
     """
     total = Reduction(check_axis(axis_name), as_compression(compression), op)
     kept = argnums if isinstance(argnums, int) else tuple(argnums)
-    wanted = Wanted(total, kept, has_aux, metrics, unreduced, ungathered, allow_int)
+    told = metrics, unreduced, ungathered, allow_int, told_gathers(compression)
+    wanted = Wanted(total, kept, has_aux, *told)
     return gradients(loss_fn, wanted, mesh, ForAuto(specs, batch_specs, aux, weight, closed_specs))
 
 

@@ -1,13 +1,19 @@
 """The arguments that `value_and_grad` differentiates, and the results that it returns."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.core.axis import is_explicit, key_words, resharded
+from dynamiq_jax.reduction.explicit_sums import scattered_spec
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.tree.leaves import axes_of, restrict_spec
+from dynamiq_jax.tree.leaves import axes_above_one, axes_of, restrict_spec
 
 
 class Wanted(NamedTuple):
@@ -20,6 +26,33 @@ class Wanted(NamedTuple):
     unreduced: bool
     ungathered: bool
     allow_int: bool = False
+    gathers: Compression | None = None
+    """How shards travel that are gathered before the loss; `None`: natively."""
+
+    def whole(self, shards: Any, specs: Sequence[P], mesh: Any, key: Array | None) -> Any:
+        """Whole leaves of shards, which `gathers` compresses; others pass.
+
+        Shards are global arrays, as everywhere outside of maps, and have no derivatives.
+        """
+        total = dataclasses.replace(self.total, gathers=self.gathers)
+        over = axes_above_one(total.axis.names, mesh.shape)
+        total = total.placed(specs, over=over)
+        tree = jax.tree.structure(shards)
+        kept = [name for name in mesh.axis_names if name not in total.axis.names]
+        before = [scattered_spec(spec, total.axis) for spec in specs]
+        after = [restrict_spec(spec, kept) for spec in specs]
+        own = jax.tree.map(lax.stop_gradient, shards)
+        if is_explicit(mesh):
+            pairs = zip(jax.tree.leaves(own), before, strict=True)
+            own = tree.unflatten(resharded(x, mesh, spec) for x, spec in pairs)
+        mapped = jax.shard_map(
+            total.gather,
+            mesh=mesh,
+            in_specs=(tree.unflatten(before), P()),
+            out_specs=tree.unflatten(after),
+            check_vma=False,
+        )
+        return mapped(own, key_words(key))
 
     @property
     def positions(self) -> "_Positions":

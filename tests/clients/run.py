@@ -49,10 +49,13 @@ CLIENTS = sorted(
 ON_CPU = ["native", "F32", "5 bits"]
 METHODS = {
     "native": None,
-    "F32": "dq.Compression(dq.F32())",
-    "BF16": "dq.Compression(dq.BF16())",
-    "5 bits": "dq.Compression(dq.DynamiQ(), min_bucket_bytes=0)",
+    "F32": "dq.Compression(dq.F32()OWN)",
+    "BF16": "dq.Compression(dq.BF16()OWN)",
+    "5 bits": "dq.Compression(dq.DynamiQ(), min_bucket_bytes=0OWN)",
+    "5 + 8 bits": "dq.Policy(gradients=dq.Compression(dq.DynamiQ(), min_bucket_bytes=0OWN), "
+    "parameters=dq.DynamiQ(bits=8))",
 }
+"""Runs and their ``compression``; OWN becomes what a client excludes."""
 
 
 def main() -> int:
@@ -95,8 +98,9 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
         shutil.copytree(options.checkout / client.folder, copy / client.folder, ignore=ignore)
         client.apply(client.setting, copy)
         method = METHODS[run]
-        if method and client.exclude:
-            method = f"{method[:-1]}, exclude={client.exclude!r})"
+        if method:
+            own = f", exclude={client.exclude!r}" if client.exclude else ""
+            method = method.replace("OWN", own)
         n_lines = client.apply(client.patch, copy, method) if method else 0
         flags = "--xla_force_host_platform_device_count=8 --xla_dump_hlo_as_text"
         flags += f" --xla_dump_to={root / 'dump'} --xla_dump_hlo_module_re={client.step}"
@@ -113,7 +117,7 @@ def _run(options: argparse.Namespace, variant: str, client, run: str) -> dict | 
 def _cache_of_programs() -> dict[str, str]:
     """The variables by which runs of this machine share programs and what autotuning found.
 
-    Of several hosts JAX has the first one write; the others read it where they share a disk.
+    JAX has the first of several hosts write; the others read it where they share a disk.
     """
     folder = str(Path(tempfile.gettempdir()) / "dynamiq_jax_clients")
     names = "JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -241,7 +245,7 @@ def _copies_equal(tree: Any) -> bool:
 
 
 def _checksum(x: Any) -> int:
-    """A sum of one device's bits; a GPU forms it, as gigabytes take long to get here."""
+    """A hash of the bits of one device's array; a GPU forms it: gigabytes take long to get here."""
     import jax
     import numpy as np
 
