@@ -49,7 +49,7 @@ from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts, within
 from dynamiq_jax.tree.leaves import axes_of
 
 if TYPE_CHECKING:
-    from dynamiq_jax.training.explicit_shards import Gather
+    from dynamiq_jax.training.explicit_axes import Gather
 
 
 # --- Values that follow from parameters alone -----------------------------------------------------
