@@ -155,9 +155,7 @@ SCANNED = (
     "zero-dear:5/2.5,fsdp-keep:5/8"
 )
 LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
-SCANNED, LARGE = (
-    re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE)
-)
+SCANNED, LARGE = (re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE))
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
 TABLES: dict[str, list[Job]] = {
