@@ -20,7 +20,7 @@ from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.former import formerly
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.explicit_shards import gather_outside
+from dynamiq_jax.training.explicit_axes import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
