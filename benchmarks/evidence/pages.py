@@ -305,7 +305,7 @@ def loss_table() -> str:
     lines = [("", *LOSS_COLUMNS)]
     rows = [(*row, "adamw") for row in LOSS_ROWS.items()]
     rows.append(("dynamiq-planned:5", "Muon, 5 bits, plan", MUON))
-    rows += [(method, f"Muon, sharded updates, {title} (4 seeds)", MUON) for method, title in OWNED]
+    rows += [(method, f"Muon, sharded, {title}; 4 seeds", MUON) for method, title in OWNED]
     for row in load("sharded_muon.json")["rows"]:
         own, apart = row["settings"], row["summary"]["validation"]
         key = own["model"], own["init"], own["method"], own["optimiser"]
