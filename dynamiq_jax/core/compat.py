@@ -205,9 +205,10 @@ _MAP_FRAMES = "the functions that trace jax.shard_map and its derivative"
 def transposes_a_map() -> bool:
     """Whether the innermost `jax.shard_map` runs backwards: `jax.grad` is outside of it.
 
-    Call it under a `jax.shard_map`. JAX does not tell: types, axes and values are alike in both
-    cases. Its function that transposes a map is on the stack then, nearer than the one that runs
-    the user's function.
+    Call it under a `jax.shard_map`. JAX does not tell: types, axes, the mesh and the axis
+    environment are alike in both cases. Scopes are named "transpose" only outside of scans, and a
+    residual is the forward pass's object only outside of scans, `jit` and checkpoints. The function
+    of JAX that transposes a map is on the stack then, nearer than the one that runs the user's.
 
     Raises:
       RuntimeError: neither function is on the stack, or an example shows that they are not told

@@ -551,13 +551,16 @@ def _root(update: Any) -> str:
 
 def _around() -> str | None:
     """The innermost of these wrappers whose `init` or ``update`` is on the stack."""
-    # No argument or type says what is around a transformation. A wrapper calls it directly, or
-    # under `lax.cond`, which traces a branch below the call.
+    # A wrapper calls the transformation directly, or under `lax.cond`, which traces a branch below.
     return next((name for name, _ in _running() if name in _WRAPPERS), None)
 
 
 def _running() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The functions of optax that are on the stack, the innermost first, and their variables."""
+    """The functions of optax that are on the stack, the innermost first, and their variables.
+
+    They call an update with gradients and its own state, and say nothing else: types are as without
+    them, the state around ours is theirs, and extra arguments are the user's.
+    """
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename.startswith(_FOLDER):
