@@ -292,6 +292,7 @@ LOSS_ROWS = {
     "dynamiq:5/dynamiq:8/whole": "FSDP, 5 + 8 bits",
 }
 MUON = "optax.contrib.muon"
+OWNED = (("exact/exact", "exact"), ("dynamiq:5/dynamiq-dither:2.5", "5 + 2.5"))
 
 
 def loss_table() -> str:
@@ -304,6 +305,11 @@ def loss_table() -> str:
     lines = [("", *LOSS_COLUMNS)]
     rows = [(*row, "adamw") for row in LOSS_ROWS.items()]
     rows.append(("dynamiq-planned:5", "Muon, 5 bits, plan", MUON))
+    rows += [(method, f"Muon, sharded, {title}; 4 seeds", MUON) for method, title in OWNED]
+    for row in load("sharded_muon.json")["rows"]:
+        own, apart = row["settings"], row["summary"]["validation"]
+        key = own["model"], own["init"], own["method"], own["optimiser"]
+        found[key] = apart["percent"], apart["error"]
     for method, title, optimiser in rows:
         keys = ((*column, method, optimiser) for column in LOSS_COLUMNS.values())
         lines.append((title, *(with_error(*found[k]) if k in found else "" for k in keys)))
@@ -774,7 +780,7 @@ def texts() -> dict[Path, str]:
         + " " + " ".join(load("all_reduce.json")["notes"]),
         "loss": loss_table() + "\n\n" + caption(
             "loss", "8 workers, `Direct`; 200 steps and 32 seeds (1.1 M), 400 steps and 8 or 32"
-            " seeds (17 M); H200 and H100, JAX 0.11.2"),
+            " seeds (17 M); H200 and H100, JAX 0.11.2; sharded Muon: CPU, JAX 0.10.2"),
         "methods": methods_table() + "\n\n" + caption(
             "methods", "losses: `Direct`, unit start, 200 steps and 3 seeds (123 M), 800 steps and"
             " 8 seeds (17 M), H200, JAX 0.11.2; vNMSE: the paper's mixture, 8 workers, CPU; speed-"

@@ -36,15 +36,28 @@ from jax.extend.core import JaxprEqn, Literal, Primitive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import (
+    constant_of,
     evaluate,
+    evaluate_here,
     inner_jaxprs,
     name_of,
     refusals,
     unrolls_typed,
+    varying_axes,
     with_constants,
 )
-from dynamiq_jax.jaxprs.primitives import CHECKPOINTS, JITS, MAP, ON_AUTO, OWN_DERIVATIVE, TYPED
+from dynamiq_jax.jaxprs.primitives import (
+    CASTS,
+    CHECKPOINTS,
+    JITS,
+    MAP,
+    ON_AUTO,
+    OWN_DERIVATIVE,
+    TYPED,
+    collective_of,
+)
 from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts, within
 from dynamiq_jax.tree.leaves import axes_of
 
@@ -107,8 +120,7 @@ def derive(
     """
     sharding = next(s for s in (jax.typeof(x).sharding for x in own) if s.spec.reduced)
     mesh, reduced = sharding.mesh, sharding.spec.reduced
-    # The axes of terms, in the mesh's order: which device's term is which row does not matter.
-    axes = tuple(name for name in mesh.axis_names if name in reduced)
+    axes = _in_order(sharding)
     moves = [is_inexact(x) for x in equation.outvars]
     is_typed = [bool(jax.typeof(x).sharding.spec.reduced) for x in own]
 
@@ -119,28 +131,19 @@ def derive(
     def moving(*values: Array) -> list[Array]:
         return [x for x, m in zip(plainly(*values), moves, strict=True) if m]
 
-    def put(x: Array, spec: P) -> Array:
-        return jax.reshard(x, NamedSharding(mesh, spec))
-
     def forward(*own: Array) -> tuple[list[Array], tuple[Array, ...]]:
         plain = tuple(map(untyped, own))
         found = moving(*plain)
-        return [put(x, P(*_split(x), reduced=reduced)) for x in found], plain
+        return [_put(mesh, x, P(*_split(x), reduced=reduced)) for x in found], plain
 
     def backward(plain: tuple[Array, ...], gradients: list[Array]) -> tuple[Array, ...]:
-        options = {"mesh": mesh, "check_vma": False}
-
         def rows(x: Array) -> Array:
-            spec = P(*_split(x), unreduced=reduced)
-            into = {"in_specs": spec, "out_specs": P(axes, *_split(x))}
-            return jax.shard_map(lambda term: term[None], **into, **options)(put(x, spec))
+            return _rows(mesh, axes, x, P(*_split(x), unreduced=reduced))
 
         def terms(x: Array, like: Array, typed: bool) -> Array:
             if not typed:
-                return put(jnp.sum(x, 0), P(*_split(like)))
-            spec = P(axes, *_split(like))
-            into = {"in_specs": spec, "out_specs": P(*_split(like), unreduced=reduced)}
-            return jax.shard_map(lambda row: row[0], **into, **options)(put(x, spec))
+                return _put(mesh, jnp.sum(x, 0), P(*_split(like)))
+            return _terms(mesh, axes, x, like)
 
         found = jax.vmap(jax.vjp(moving, *plain)[1])(list(map(rows, gradients)))
         return tuple(map(terms, found, plain, is_typed))
@@ -153,6 +156,112 @@ def derive(
     # Integers and the like come from values without derivatives.
     fixed = plainly(*(lax.stop_gradient(untyped(lax.stop_gradient(x))) for x in own))
     return [next(found) if m else x for m, x in zip(moves, fixed, strict=True)]
+
+
+def map_rows(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | None:
+    """The results of a `jax.shard_map` for typed operands; `None` if it has none that it sums.
+
+    A map gets what is the same on all devices whole, and its derivative sums the gradients of all
+    devices. Here such an operand goes in as the rows of an array, one on each device. So the
+    derivative leaves each device its term.
+    """
+    params = equation.params
+    manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
+    names, specs = frozenset(params[manual]), list(params["in_specs"])
+    shardings = [jax.typeof(x).sharding for x in operands]
+    typed = {i: _in_order(s) for i, s in enumerate(shardings) if s.spec.reduced}
+    if any(not {*axes} <= names - axes_of(specs[i]) for i, axes in typed.items()):
+        return None
+    given = list(operands)
+    for i, axes in typed.items():
+        given[i] = _rows_of_copies(shardings[i].mesh, axes, operands[i])
+        specs[i] = P(axes, *specs[i])
+
+    def inner(*xs: Any) -> tuple[Any, ...]:
+        own = [x[0] if i in typed else x for i, x in enumerate(xs)]
+        run = _more_varying if params["check_vma"] else _plainly
+        return tuple(run(params["jaxpr"], own))
+
+    options = {key: params[key] for key in ("out_specs", "check_vma")}
+    mesh = shardings[next(iter(typed))].mesh
+    return jax.shard_map(inner, mesh=mesh, in_specs=tuple(specs), axis_names=names, **options)(
+        *given
+    )
+
+
+def _plainly(program: Any, args: Sequence[Any]) -> list[Any]:
+    rule = lambda equation, operands: evaluate(equation, *operands)
+    return interpret(program, args, rule, literal=constant_of, constant=jnp.asarray)
+
+
+def _more_varying(program: Any, args: Sequence[Any]) -> list[Any]:
+    """The results of a map's program for operands that vary over more axes than it was traced for.
+
+    JAX raises an error if they meet a loop or a branch, whose program has types of its own.
+
+    Raises:
+      NotImplementedError: they meet a derivative that users wrote for the sum of all terms.
+    """
+
+    def rule(equation: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        name = name_of(equation)
+        pairs = zip(operands, equation.invars, strict=True)
+        if has_own_derivative(equation) and any(
+            varying_axes(x) - varying_axes(v.aval) for x, v in pairs
+        ):
+            raise NotImplementedError(f"terms in {name}")
+        if name in CASTS:
+            return Axis(equation.params["axes"]).to_varying(operands)
+        if name in JITS:
+            return _more_varying(inner_jaxprs(equation)[0], operands)
+        if collective_of(name) is None:
+            names = frozenset().union(*map(varying_axes, operands))
+            operands = Axis(tuple(names)).to_varying(operands) if names else operands
+        return evaluate_here(equation, operands, lambda program: program)
+
+    return interpret(program, args, rule, literal=constant_of, constant=jnp.asarray)
+
+
+def _rows_of_copies(mesh: Any, axes: tuple[str, ...], x: Array) -> Array:
+    """The copies of a typed value as rows that data axes split; their gradients are its terms."""
+
+    def forward(x: Array) -> tuple[Array, Array]:
+        plain = untyped(x)
+        return _rows(mesh, axes, plain, P(*_split(plain))), plain
+
+    def backward(plain: Array, gradient: Array) -> tuple[Array]:
+        return (_terms(mesh, axes, gradient, plain),)
+
+    rows = jax.custom_vjp(lambda x: forward(x)[0])
+    rows.defvjp(forward, backward)
+    return rows(x)
+
+
+def _rows(mesh: Any, axes: tuple[str, ...], x: Array, spec: P) -> Array:
+    """Rows that ``axes`` split: each is what a device has of ``x``."""
+    into: dict[str, Any] = {"in_specs": spec, "out_specs": P(axes, *spec.partitions)}
+    run = jax.shard_map(lambda own: own[None], mesh=mesh, check_vma=False, **into)
+    return run(_put(mesh, x, spec))
+
+
+def _terms(mesh: Any, axes: tuple[str, ...], rows: Array, like: Array) -> Array:
+    """The unreduced value, split as ``like`` is, of which each device has a term: its row."""
+    spec = P(axes, *_split(like))
+    into: dict[str, Any] = {
+        "in_specs": spec,
+        "out_specs": P(*_split(like), unreduced=frozenset(axes)),
+    }
+    run = jax.shard_map(lambda row: row[0], mesh=mesh, check_vma=False, **into)
+    return run(_put(mesh, rows, spec))
+
+
+def _put(mesh: Any, x: Array, spec: P) -> Array:
+    return jax.reshard(x, NamedSharding(mesh, spec))
+
+
+def _in_order(sharding: NamedSharding) -> tuple[str, ...]:
+    """The axes of terms, in the mesh's order: which device's term is which row does not matter."""
+    return tuple(name for name in sharding.mesh.axis_names if name in sharding.spec.reduced)
 
 
 def _split(x: Any) -> tuple[Any, ...]:
@@ -337,6 +446,8 @@ def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[An
             return evaluate(equation, *twins)  # JAX has taken these very types
         if name in TYPED:
             return _by_rule(equation, operands)
+        if name == MAP:
+            return map_rows(equation, twins)
     except refusals():
         uses.wanted, uses.typed, uses.native, uses.gathered = before
     return None
