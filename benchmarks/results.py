@@ -141,9 +141,9 @@ class Job(NamedTuple):
     """Whether the command goes on with the rows that the kept file has."""
 
 
-def step_time(place: str, ahead: str, options: str, needs: str) -> Job:
+def step_time(place: str, ahead: str, options: str, needs: str, model: str = "1b") -> Job:
     """A job of `step_time.py`."""
-    script = "python benchmarks/step_time.py --json {json} --model 1b --attention cudnn"
+    script = f"python benchmarks/step_time.py --json {{json}} --model {model} --attention cudnn"
     return Job("steps.json", needs, f"{ahead}{script} {options}", steps, place)
 
 
@@ -154,7 +154,8 @@ SCANNED = (
     "none,bf16-psum,auto:5,explicit:5,dp:5,zero:5/2.5,zero-explicit:5/2.5,zero-pipeline:5/2.5,"
     "zero-dear:5/2.5,fsdp-keep:5/8"
 )
-SCANNED = re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", SCANNED)
+LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
+SCANNED, LARGE = (re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE))
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
 TABLES: dict[str, list[Job]] = {
@@ -184,6 +185,8 @@ TABLES: dict[str, list[Job]] = {
     "scanned": [
         step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 3 --steps 3 --ways {SCANNED}",
                   ROOTED)._replace(file="scanned.json", take=scanned),
+        step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 1 --steps 3 --ways {LARGE}",
+                  ROOTED, "7b")._replace(file="scanned_7b.json", take=scanned),
     ],
     "all-reduce": [
         Job("all_reduce.json", TWO, "CUDA_VISIBLE_DEVICES=0,1 python benchmarks/all_reduce.py"

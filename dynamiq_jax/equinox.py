@@ -21,9 +21,8 @@ from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
+from dynamiq_jax.training.loss import ARRAYS, Told, Wanted, leaf_specs, together
 from dynamiq_jax.training.value_and_grad import ForAuto, gradients, mesh_around
-from dynamiq_jax.training.wanted import Wanted, together
 
 __all__ = ["filter_value_and_grad"]
 

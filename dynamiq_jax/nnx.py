@@ -23,17 +23,16 @@ from dynamiq_jax.compression.shards import told_gathers
 from dynamiq_jax.core.axis import Axis, AxisName, is_explicit
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.former import formerly, unless
-from dynamiq_jax.jaxprs.passing import passed_arguments
+from dynamiq_jax.jaxprs.walk import passed_arguments
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import same_everywhere
-from dynamiq_jax.training.batches import Told, is_key, leaf_specs
+from dynamiq_jax.training.loss import Told, Wanted, is_key, leaf_specs
 from dynamiq_jax.training.value_and_grad import (
     ForAuto,
     check_names,
     gradients,
     mesh_around,
 )
-from dynamiq_jax.training.wanted import Wanted
 
 __all__ = ["value_and_grad"]
 

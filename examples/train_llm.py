@@ -110,6 +110,8 @@ class Recipe(NamedTuple):
     batch_size: int
     learning_rate: float
     validation_batches: int
+    optimiser: str = "adamw"
+    """Or "optax.contrib.muon", by its own defaults."""
 
 
 RECIPES = {
@@ -339,17 +341,21 @@ def is_scale(path: tuple[Any, ...]) -> bool:
 def make_optimizer(
     recipe: Recipe, clip: optax.GradientTransformation | None = None
 ) -> optax.GradientTransformation:
-    """AdamW with warm-up, cosine decay and clipped gradients; norms' scales do not decay."""
+    """AdamW or Muon with warm-up, cosine decay and clipped gradients.
+
+    Norms' scales do not decay under AdamW, and nothing does under Muon.
+    """
     peak, steps = recipe.learning_rate, recipe.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, 0.1 * peak)
 
     def matrices(params: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: not is_scale(path), params)
 
-    return optax.chain(
-        clip or optax.clip_by_global_norm(MAX_NORM),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices),
-    )
+    if recipe.optimiser == "adamw":
+        own = optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.1, mask=matrices)
+    else:
+        own = optax.contrib.muon(schedule)
+    return optax.chain(clip or optax.clip_by_global_norm(MAX_NORM), own)
 
 
 class Dump(NamedTuple):

@@ -29,13 +29,14 @@ from pallas_kernels.backend import (
     pushes,
     resolve_backend,
 )
-from pallas_kernels.energy import Dealt, Upgrades
 from pallas_kernels.format import (
     TILE_ROWS,
+    Dealt,
     Input,
     Result,
     Source,
     Target,
+    Upgrades,
     WireFormat,
     distortion,
     pack_tiles,
@@ -83,7 +84,7 @@ def deal(
     """Sorts super-groups by energy, deals them to their shard's chunks, and widens their tiles.
 
     The sort is stable, by 256 steps of 1/4 octave below the largest energy of a shard
-    (`pallas_kernels.energy`). Rank q of a shard goes to its chunk q mod c, position q div c. If an
+    (`pallas_kernels.format`). Rank q of a shard goes to its chunk q mod c, position q div c. If an
     upgrade no longer fits for all tiles of a level, the first tiles get it.
 
     Args:

@@ -16,8 +16,16 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.energy import Dealt, Upgrades
-from pallas_kernels.format import TILE_ROWS, Input, Result, Source, Target, WireFormat
+from pallas_kernels.format import (
+    TILE_ROWS,
+    Dealt,
+    Input,
+    Result,
+    Source,
+    Target,
+    Upgrades,
+    WireFormat,
+)
 from pallas_kernels.hashing import NOISE_WORDS, Noise
 from pallas_kernels.tile import Payload, Tile, decode, encode, finished, level_tables, noise_of
 

@@ -13,31 +13,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.energy import (
-    ENERGY_LEVELS,
-    Dealt,
-    Upgrades,
-    mean_of,
-    octave_end,
-    padded_count,
-    steps_below,
-)
 from pallas_kernels.format import (
     DEALT,
     DITHER_BITS,
+    ENERGY_LEVELS,
     MAX_WIDTH,
     NAN_SCALE,
     QUAD,
     SCALE_SLACK,
     SMALLEST_NORMAL,
     TILE_ROWS,
+    Dealt,
     Input,
     Result,
     Source,
     Target,
+    Upgrades,
     WireFormat,
+    mean_of,
+    octave_end,
     pack_tiles,
+    padded_count,
     plane_shift,
+    steps_below,
     unpack_tiles,
 )
 from pallas_kernels.hashing import Noise, noise_words

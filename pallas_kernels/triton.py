@@ -18,16 +18,21 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import reference
 from pallas_kernels._compat import shape_struct
-from pallas_kernels.energy import (
+from pallas_kernels.format import (
+    DEALT,
     ENERGY_LEVELS,
     MANTISSA_BITS,
+    QUAD,
+    TILE_ROWS,
     Dealt,
     Upgrades,
+    WireFormat,
     mean_of,
     octave_parts,
+    pack_tiles,
     padded_count,
+    unpack_tiles,
 )
-from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, pack_tiles, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
 from pallas_kernels.tile import as_word
 from pallas_kernels.tuning import tuning_for
@@ -405,7 +410,7 @@ def _statistics(x, super_group_size: int, interpret: bool):
 # their widths.
 #
 # A block counts levels below the end of its own largest octave, since no program knows yet the end
-# for its shard (see `pallas_kernels.energy`). The difference between the ends moves all levels of
+# for its shard (see `pallas_kernels.format`). The difference between the ends moves all levels of
 # the block by the same number, down to the last level.
 
 

@@ -117,12 +117,12 @@ def fsdp_on_explicit():
 
 
 WAYS = {
-    "psum": (lambda: trace(psum), 36), "gradients on Auto axes": (on_auto, 45),
-    "gradients on Explicit axes": (on_explicit, 46), "overlapped": (pipeline, 42),
-    "FSDP": (fsdp, 38),
-    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 47),
-    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 49),
-    "sharded updates": (sharded_updates, 44),
+    "psum": (lambda: trace(psum), 22), "gradients on Auto axes": (on_auto, 30),
+    "gradients on Explicit axes": (on_explicit, 30), "overlapped": (pipeline, 28),
+    "FSDP": (fsdp, 24),
+    "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 31),
+    "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 32),
+    "sharded updates": (sharded_updates, 28),
 }  # fmt: skip
 """Functions that trace a way, and the most files of ours that they may run."""
 

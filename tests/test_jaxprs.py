@@ -15,8 +15,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import constant_of, evaluate, inner_jaxprs, name_of
 from dynamiq_jax.jaxprs import primitives
 from dynamiq_jax.jaxprs.constraints import record
-from dynamiq_jax.jaxprs.passing import inputs_of, passed_arguments
-from dynamiq_jax.jaxprs.walk import equations_of, interpret, scan_parts
+from dynamiq_jax.jaxprs.walk import equations_of, inputs_of, interpret, passed_arguments, scan_parts
 
 X = jnp.arange(6.0).reshape(2, 3)
 

@@ -26,8 +26,7 @@ import pallas_kernels as pk
 from dynamiq_jax.jaxprs.walk import equations_of
 from pallas_kernels import kernels, push, triton
 from pallas_kernels._compat import RUNS_MOSAIC
-from pallas_kernels.energy import padded_count
-from pallas_kernels.format import DEALT, QUAD
+from pallas_kernels.format import DEALT, QUAD, padded_count
 from pallas_kernels.mosaic import Mosaic, _Tile
 from pallas_kernels.triton import Triton
 from pallas_kernels.tuning import _HOPPER

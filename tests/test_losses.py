@@ -113,6 +113,24 @@ def on_auto_axes(function):
     return run
 
 
+def mapped(own, check, *out):
+    """A step that runs under a map of the loss's own, with or without types of values."""
+
+    def run(h, p):
+        if jax.sharding.get_abstract_mesh().empty:
+            return own(h, p["w"])
+        options = {"in_specs": (P("data"), P()), "out_specs": P(*out), "check_vma": check}
+        return jax.shard_map(own, **options)(h, p["w"])
+
+    return run
+
+
+def mean_of_all(h, w):
+    """A mean over the examples of all workers, also inside of a map."""
+    own = jnp.mean(jnp.tanh(h @ jax.jit(jnp.sin)(2 * w)))
+    return own if jax.sharding.get_abstract_mesh().empty else lax.pmean(own, "data")
+
+
 def scanned(h, p, remat=False):
     def layer(h, own):
         w, scale = own
@@ -137,6 +155,13 @@ STEPS = {
     "scan": scanned,
     "scan of remat": functools.partial(scanned, remat=True),
     "remat": lambda h, p: jax.checkpoint(lambda h, w: jnp.tanh(h @ w) * w[0])(h, p["w"]),
+    "map": mapped(lambda h, w: jnp.tanh(h @ halved(2 * w)), False, "data"),
+    "typed map": mapped(lambda h, w: jnp.tanh(h @ (w * w[0])) + w[1], True, "data"),
+    "map of all": lambda h, p: h * mapped(mean_of_all, True)(h, p),
+    "clipped in map": mapped(lambda h, w: h @ jnp.tanh(clipped(w)), True, "data"),
+    "loop in map": mapped(
+        lambda h, w: lax.fori_loop(0, 2, lambda _, h: jnp.tanh(h @ w), h), True, "data"
+    ),
     "inner jit": lambda h, p: jax.jit(lambda h, w, s: jnp.tanh(h @ w) * s)(h, p["w"], p["scale"]),
     "cond": lambda h, p: lax.cond(
         jnp.sum(p["bias"]) > -99, lambda h, w: h @ w * w[0], lambda h, w: h, h, p["w"]
@@ -247,6 +272,7 @@ DAILY += [(("inner jit", "custom_vjp", "attention"), "l1", "4 x 2")]
 DAILY += [
     (("remat", "scan", "convolution", "clipped"), "orthogonal", "8"),
     (("unsplit",), "none", "8"),
+    (("map", "typed map", "map of all", "clipped in map", "loop in map"), "none", "4 x 2"),
     (("on Auto axes", "scalar on Auto axes", "gamma", "norm", "stepped"), "none", "8"),
 ]
 ALL = [(*case, mesh) for case, mesh in itertools.product(SINGLE + DRAWN, MESHES)]
@@ -272,7 +298,7 @@ def largest_native(step, args):
 
 def test_uses_with_a_rule_stay_compressed():
     """A norm's scale, a bias and a penalty cost the matrices nothing."""
-    steps = ("norm", "bias", "matmul", "scan of remat")
+    steps = ("norm", "bias", "matmul", "scan of remat", "map", "typed map", "map of all")
     method = small(contrib.MinMax(bits=6))  # which compiles in a third of DynamiQ's time
     found, expected, (step, args) = check(steps, "l2", (8,), method)
     for name in ("w", "layers"):

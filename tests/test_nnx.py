@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of, put
 
 import dynamiq_jax as dq
-from dynamiq_jax.jaxprs.passing import passed_arguments
+from dynamiq_jax.jaxprs.walk import passed_arguments
 from dynamiq_jax.methods.metrics import vnmse
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}

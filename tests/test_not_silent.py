@@ -17,7 +17,6 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import compat
-from dynamiq_jax.core import explicit as explicit
 
 N = 4
 LARGE = jax.ShapeDtypeStruct((300, 300), jnp.float32)
@@ -209,14 +208,14 @@ class TestAnotherVersionOfJax:
         assert not compat._knows_linear_transpose()
         monkeypatch.setattr(jax.lax, "axis_index", lambda name: jnp.int32(0))
         assert not compat._knows_vmap()
-        monkeypatch.setattr(explicit, "name_of", lambda one: f"node[{one.primitive.name}]")
-        assert not explicit._knows_vjp()
-        monkeypatch.setattr(explicit, "trace_number", Unnoticed())
-        assert not explicit._knows_contexts()
+        monkeypatch.setattr(compat, "name_of", lambda one: f"node[{one.primitive.name}]")
+        assert not compat._knows_vjp()
+        monkeypatch.setattr(compat, "trace_number", Unnoticed())
+        assert not compat._knows_contexts()
 
     def test_that_lacks_a_private_part(self, monkeypatch):
         with pytest.raises(RuntimeError, match="the linear program of jax.vjp"):
-            explicit.linear_program(lambda x: x)
+            compat.linear_program(lambda x: x)
         monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
         with pytest.raises(RuntimeError, match="and has no client"):
             compat.coordination_client()

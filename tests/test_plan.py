@@ -25,7 +25,7 @@ from dynamiq_jax.methods.dynamiq.layout import (
     width_upgrades,
 )
 from pallas_kernels import TILE_ROWS, WireFormat, distortion, reference, unpack_tiles
-from pallas_kernels.energy import octave_end, steps_below
+from pallas_kernels.format import octave_end, steps_below
 
 widths_of = jax.jit(plan_widths, static_argnums=1)
 NO_KEY = np.uint32(0)

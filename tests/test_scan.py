@@ -415,3 +415,24 @@ def test_pending_differences_of_a_scan_take_no_second_copy_of_the_parameters():
     shape = ",".join(map(str, params[1]["kernel"].shape))
     assert f"f32[{shape}]" in str(program)
     assert not re.search(rf"f32\[{shape}\]\S* = broadcast_in_dim", str(program))
+
+
+def test_gradients_of_masters_wait_in_the_dtype_that_travels():
+    """Rows of f32 would take twice the memory of those of bf16 until the update reads them."""
+    params, x = model(3)
+    mesh, functions = auto_mesh(N), [embed, dq.Scanned(block), head]
+    copies, x = jax.tree.map(lambda w: w.astype(jnp.bfloat16), (params, x))
+    state = dq.optax.init(dq.optax.sharded(optax.sgd(0.3), "data", compression=F32), copies, mesh)
+    specs = dq.optax.state_specs(state)
+
+    def gradients(masters, copies, x):
+        options = {"specs": specs.masters, "copies": copies, "compression": F32}
+        return jax.grad(lambda own: dq.overlapped(functions, own, x, "data", **options))(masters)
+
+    maps: Any = {"in_specs": (specs.masters, P(), P("data")), "out_specs": specs.masters}
+    mapped = jax.shard_map(gradients, mesh=mesh, check_vma=False, **maps)
+    program = jax.make_jaxpr(mapped)(state.masters, copies, x)
+    assert program.out_avals[1].dtype == jnp.float32
+    rows, columns, wide = params[1]["kernel"].shape
+    zeros = rf"(\w+)\[{rows},{columns // N},{wide}\] = broadcast_in_dim"
+    assert {*re.findall(zeros, str(program))} == {"bf16"}

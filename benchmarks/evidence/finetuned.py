@@ -39,10 +39,10 @@ from training import (
     Methods,
     Recipe,
     Way,
-    adamw,
     contenders,
     invocation,
     make_loss,
+    make_optimizer,
     make_ways,
 )
 
@@ -184,7 +184,7 @@ def pretrain(config: Config, recipe: Recipe, corpus: Corpus, seed: int) -> Tree:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _pretrain(config: Config, recipe: Recipe, seed: Array, tokens: Array) -> Tree:
-    loss, optimizer = make_loss(config), adamw(recipe)
+    loss, optimizer = make_loss(config), make_optimizer(recipe)
 
     def step(carry: tuple[Tree, Any], batch: Array) -> tuple[tuple[Tree, Any], None]:
         params, state = carry

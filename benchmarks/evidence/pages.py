@@ -200,6 +200,7 @@ def steps_table() -> str:
 SCANNED_OF = {
     "none": "no gradient exchange",
     "bf16-psum": "bf16 psum",
+    "bf16-zero": "bf16 ZeRO-1 by hand",
     "auto:5": "`dq.value_and_grad`, 5 bits",
     "explicit:5": "the same, Explicit axes",
     "dp:5": "`dq.scan`, data parallel",
@@ -213,14 +214,21 @@ SCANNED_OF = {
 
 
 def scanned_table() -> str:
-    """Milliseconds and temporaries of ways whose layers are scanned."""
-    rows = {row["method"].replace("-checkpoint-scanned", ""): row
-            for row in load("scanned.json")["rows"]}  # fmt: skip
-    lines = [("", "ms", "GiB of temporaries")]
+    """Milliseconds and temporaries of ways whose layers are scanned, of two models."""
+    found = [
+        {row["method"].replace("-checkpoint-scanned", ""): row for row in load(name)["rows"]}
+        for name in ("scanned.json", "scanned_7b.json")
+    ]
+    lines = [("", "1.1 B, ms", "GiB", "7 B, ms", "GiB")]
     for way, title in SCANNED_OF.items():
-        row = rows[way]
-        times = milliseconds([round(row[k], 1) for k in ("step_ms", "p10_ms", "p90_ms")])
-        lines.append((title, times, f"{row['temporary_bytes'] / 2**30:.1f}"))
+        cells: list[str] = []
+        for rows in found:
+            row = rows.get(way, {})
+            times = [f"{row[k]:.1f}" for k in ("step_ms", "p10_ms", "p90_ms") if k in row]
+            # The steps of 7 B are one sample.
+            cells.append(milliseconds(times if rows is found[0] else times[:1]) if times else "")
+            cells.append(f"{row['temporary_bytes'] / 2**30:.1f}" if row else "")
+        lines.append((title, *cells))
     return markdown(lines)
 
 
@@ -284,6 +292,7 @@ LOSS_ROWS = {
     "dynamiq:5/dynamiq:8/whole": "FSDP, 5 + 8 bits",
 }
 MUON = "optax.contrib.muon"
+OWNED = (("exact/exact", "exact"), ("dynamiq:5/dynamiq-dither:2.5", "5 + 2.5"))
 
 
 def loss_table() -> str:
@@ -296,6 +305,11 @@ def loss_table() -> str:
     lines = [("", *LOSS_COLUMNS)]
     rows = [(*row, "adamw") for row in LOSS_ROWS.items()]
     rows.append(("dynamiq-planned:5", "Muon, 5 bits, plan", MUON))
+    rows += [(method, f"Muon, sharded, {title}; 4 seeds", MUON) for method, title in OWNED]
+    for row in load("sharded_muon.json")["rows"]:
+        own, apart = row["settings"], row["summary"]["validation"]
+        key = own["model"], own["init"], own["method"], own["optimiser"]
+        found[key] = apart["percent"], apart["error"]
     for method, title, optimiser in rows:
         keys = ((*column, method, optimiser) for column in LOSS_COLUMNS.values())
         lines.append((title, *(with_error(*found[k]) if k in found else "" for k in keys)))
@@ -757,7 +771,8 @@ def texts() -> dict[Path, str]:
     blocks = {
         "steps": f"{steps_table()}\n\n{steps}",
         "scanned": f"{scanned_table()}\n\n" + caption(
-            "scanned", f"16 checkpointed layers, {model}, two hosts of one H200 at 25 Gb/s; {JAX}"),
+            "scanned", "16 and 32 checkpointed layers, 3,072 tokens per GPU, two hosts of"
+            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries, of 7 B by XLA's GPU compiler"),
         "break-even": break_even_table(),
         "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
@@ -765,7 +780,7 @@ def texts() -> dict[Path, str]:
         + " " + " ".join(load("all_reduce.json")["notes"]),
         "loss": loss_table() + "\n\n" + caption(
             "loss", "8 workers, `Direct`; 200 steps and 32 seeds (1.1 M), 400 steps and 8 or 32"
-            " seeds (17 M); H200 and H100, JAX 0.11.2"),
+            " seeds (17 M); H200 and H100, JAX 0.11.2; sharded Muon: CPU, JAX 0.10.2"),
         "methods": methods_table() + "\n\n" + caption(
             "methods", "losses: `Direct`, unit start, 200 steps and 3 seeds (123 M), 800 steps and"
             " 8 seeds (17 M), H200, JAX 0.11.2; vNMSE: the paper's mixture, 8 workers, CPU; speed-"

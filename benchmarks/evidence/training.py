@@ -2,10 +2,10 @@ r"""Losses of training with a quantised all-reduce, with paired seeds.
 
     python benchmarks/evidence/training.py --methods bf16-psum,dynamiq:5,mxfp8 --seeds 2  # CPU
 
-Trains small models of `examples/llm_model.py` (`MODELS`) by AdamW with workers that one device
-simulates. Start, tokens and key of the rounding depend on (seed, step) alone, so that the runs of
-all methods are paired: every row is compared seed by seed with the exact mean in f32, which always
-runs. To compare numbers of workers, give them one batch, which is split evenly:
+Trains small models of `examples/llm_model.py` (`MODELS`) by AdamW or Muon with workers that one
+device simulates. Start, tokens and key of the rounding depend on (seed, step) alone, so that the
+runs of all methods are paired: every row is compared seed by seed with the exact mean in f32, which
+always runs. To compare numbers of workers, give them one batch, which is split evenly:
 
     for N in 8 16 64; do
         python benchmarks/evidence/training.py --workers $N --global-batch 64 --models mid \
@@ -57,12 +57,20 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from llm_data import Corpus, load_corpus, train_batch, validation_batches
 from llm_model import CONFIGS, INITS, Config, init_params, make_forward, make_stages
-from train_llm import LEARNING_RATES, MAX_NORM, MIN_LEAF_SIZE, RECIPES, Recipe, environment
-from train_llm import make_optimizer as adamw
+from train_llm import (
+    LEARNING_RATES,
+    MAX_NORM,
+    MIN_LEAF_SIZE,
+    RECIPES,
+    Recipe,
+    environment,
+    make_optimizer,
+)
 
 Tree = Any
 Row = dict[str, Any]
 Backend = Literal["jnp", "triton", "mosaic"]
+Optimiser = Literal["adamw", "optax.contrib.muon"]
 
 CURVE_WINDOW = 25
 """Steps that a point of the kept training curve averages."""
@@ -203,7 +211,7 @@ def replicated(
       recipe: of the optimizer.
       memory: from parameters to all workers' first memory.
     """
-    optimizer = adamw(recipe)
+    optimizer = make_optimizer(recipe)
 
     def init(params: Tree) -> Any:
         return optimizer.init(params), memory(params)
@@ -273,7 +281,7 @@ def sharded(text: str, topology: str, recipe: Recipe, workers: Workers) -> Way:
 
 def _sharded_updates(scatter: Any, gather: Any, recipe: Recipe, n_workers: int) -> dict[str, Any]:
     optimizer = dq.optax.sharded(
-        adamw(recipe, optax.identity()), AXIS,
+        make_optimizer(recipe, optax.identity()), AXIS,
         compression=dq.Policy(gradients=scatter, parameters=gather), max_norm=MAX_NORM,
     )  # fmt: skip
 
@@ -498,7 +506,7 @@ def settings_of(task: Task, way: Way, seeds: int) -> dict[str, Any]:
     """The settings of a row: rows of equal settings have equal figures, up to rounding."""
     recipe = task.model.recipe
     return {
-        "model": task.name, "init": task.model.config.init, "optimiser": "adamw",
+        "model": task.name, "init": task.model.config.init, "optimiser": recipe.optimiser,
         "learning_rate": recipe.learning_rate, "workers": task.workers.number,
         "global_batch": task.global_batch, "worker_batch": recipe.batch_size,
         "steps": recipe.steps, "seeds": seeds, "text": task.digest,
@@ -565,6 +573,9 @@ def main(
         float | None,
         typer.Option("--learning-rate", min=0, help="peak (default: by model, init)"),
     ] = None,
+    optimiser: Annotated[
+        Optimiser, typer.Option(help="whose rate --learning-rate is, .008 for Muon")
+    ] = "adamw",
     file: Annotated[Path, typer.Option("--json", help="rows are added here")] = Path(
         "runs/training.json"
     ),
@@ -594,7 +605,9 @@ def main(
         for init in contenders.parts(inits):
             usual = LEARNING_RATES.get((name, init), recipe.learning_rate)
             peak = usual if rate is None else rate
-            own = recipe._replace(steps=steps or recipe.steps, learning_rate=peak)
+            own = recipe._replace(
+                steps=steps or recipe.steps, learning_rate=peak, optimiser=optimiser
+            )
             task = Task(
                 name,
                 model._replace(config=replace(config, init=init), recipe=own),

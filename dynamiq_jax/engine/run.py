@@ -75,7 +75,9 @@ def no_buckets(*_: Any) -> Any:
 def queue(plan: Plan, limit: int | None) -> list[tuple[int, list[int]]]:
     """The numbers of all buckets in the order in which they travel, and whom each one waits for.
 
-    The last ones go first if any has to wait: a backward pass ends with the first layers.
+    If any has to wait, the last ones go first: a backward pass ends with the first layers. Those
+    beyond the limit by themselves come after the others, the smallest first: each takes a copy of
+    its leaf, while the leaves that follow wait.
     """
     copies = plan.n_workers if plan.kind == "all-gather" else 1
     sizes = [bucket.nbytes * copies for bucket in plan.buckets]
@@ -83,7 +85,7 @@ def queue(plan: Plan, limit: int | None) -> list[tuple[int, list[int]]]:
         return [(number, []) for number in range(len(sizes))]
     under_way: list[int] = []
     found = []
-    for number in reversed(range(len(sizes))):
+    for number in sorted(reversed(range(len(sizes))), key=lambda i: max(sizes[i], limit)):
         before = []
         while under_way and sum(sizes[i] for i in (*under_way, number)) > limit:
             before.append(under_way.pop(0))

@@ -88,8 +88,8 @@ class Traced(NamedTuple):
     """The slots of the arguments' leaves."""
     makes: tuple[Slot | Literal, ...]
     """The slots of the results' leaves."""
-    treedef: Any
-    """The structure of the result."""
+    shapes: Any
+    """The result's shapes and dtypes."""
 
 
 def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
@@ -159,11 +159,10 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
     taken = slots(itertools.chain(*(op.takes for op in (*computed, *late, *views)), makes))
     seeds = tuple(sorted(seeds.intersection(taken)))
-    treedef = jax.tree.structure(shapes)
     payload = _payload_round(found, computed)
     return Traced(
         found, payload, computations, views, sources, late, seeding, seeds, constants, takes,
-        tuple(makes), treedef,
+        tuple(makes), shapes,
     )  # fmt: skip
 
 
@@ -318,12 +317,17 @@ class Progress:
         self._values.update(zip(self._waits, values, strict=True))
 
     @property
+    def shapes(self) -> Any:
+        """The shapes and dtypes of `result`."""
+        return self._traced.shapes
+
+    @property
     def result(self) -> Any:
         """The result of the function."""
         run(self._traced.late, self._values)
         run(self._traced.views, self._values)
         leaves = self._traced.makes
-        return self._traced.treedef.unflatten(
+        return jax.tree.structure(self.shapes).unflatten(
             x.val if isinstance(x, Literal) else self._values[x] for x in leaves
         )
 

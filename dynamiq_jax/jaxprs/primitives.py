@@ -25,7 +25,10 @@ CONTROL = frozenset((*"scan while cond".split(), MAP))
 OWN_DERIVATIVE = ("custom_vjp", MAP, "pure_callback", "io_callback")
 """How primitives begin whose backward pass need not be linear, or may not be vmapped."""
 
-SAME = frozenset("pcast pvary copy copy_p optimization_barrier assume_invarying".split())
+CASTS = frozenset("pcast pvary".split())
+"""Primitives that only make a type varying."""
+
+SAME = CASTS | frozenset("copy copy_p optimization_barrier assume_invarying".split())
 """Primitives whose result number i has the value of operand number i."""
 
 VIEWS = frozenset("reshape slice squeeze".split())

@@ -14,8 +14,7 @@ from dynamiq_jax.compression.compression import AnyPolicy, Compression, as_compr
 from dynamiq_jax.core.axis import Axis, AxisName, is_outside, mesh_of, resharded
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods.metrics import Metrics
-from dynamiq_jax.optax.state import PerWorker, known_sizes
-from dynamiq_jax.optax.wrappers import check_wrappers
+from dynamiq_jax.optax.state import PerWorker, check_wrappers, known_sizes
 from dynamiq_jax.reduction.all_reduce import reducer_for
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.reduction.worker_gradients import has_terms, stacked_terms

@@ -54,8 +54,14 @@ from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.elementwise import on_slices, whole_arrays
 from dynamiq_jax.jaxprs.owners import Owners
 from dynamiq_jax.optax.outside import on_auto_axes, on_explicit_axes
-from dynamiq_jax.optax.state import Part, PerWorker, known_sizes, placed_state
-from dynamiq_jax.optax.wrappers import check_deferred, check_wrappers
+from dynamiq_jax.optax.state import (
+    Part,
+    PerWorker,
+    check_deferred,
+    check_wrappers,
+    known_sizes,
+    placed_state,
+)
 from dynamiq_jax.reduction.reduction import Pending, Reduction, errors_return, own_slice, sent_of
 from dynamiq_jax.reduction.worker_gradients import has_terms, is_terms
 from dynamiq_jax.tree.leaves import (

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import first_states
 from dynamiq_jax.core.axis import Axis, mesh_of, resharded
-from dynamiq_jax.core.explicit import check_partitioner
+from dynamiq_jax.core.compat import check_partitioner
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced

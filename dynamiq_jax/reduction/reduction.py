@@ -46,7 +46,6 @@ from dynamiq_jax.core.axis import (
 )
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
 from dynamiq_jax.core.compat import varying_axes
-from dynamiq_jax.core.serialization import Serializable
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.engine.run import (
     Fixed,
@@ -76,6 +75,7 @@ from dynamiq_jax.tree.leaves import (
     Leaf,
     Padding,
     Placement,
+    Serializable,
     Split,
     Surroundings,
     bucket_axes,

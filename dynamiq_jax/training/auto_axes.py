@@ -23,10 +23,18 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction, share_of, warn_of_gather, weigh
 from dynamiq_jax.reduction.worker_gradients import terms_of
-from dynamiq_jax.training.auxiliary import reduce_aux, reduce_value, warn_of_nothing, words_of
-from dynamiq_jax.training.batches import ARRAYS, Told, is_key, placed_batch
+from dynamiq_jax.training.loss import (
+    ARRAYS,
+    Told,
+    Wanted,
+    is_key,
+    placed_batch,
+    reduce_aux,
+    reduce_value,
+    warn_of_nothing,
+    words_of,
+)
 from dynamiq_jax.training.scans import UNREDUCED, FoundError, Scans, warn_of_scan
-from dynamiq_jax.training.wanted import Wanted
 from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,

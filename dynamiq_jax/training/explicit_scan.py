@@ -15,10 +15,10 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import mesh_of, resharded
-from dynamiq_jax.core.explicit import traced_for
+from dynamiq_jax.core.compat import traced_for
 from dynamiq_jax.reduction.explicit_sums import large_leaves, reduce_unreduced
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.explicit_shards import BACKWARD
+from dynamiq_jax.training.explicit_axes import BACKWARD
 from dynamiq_jax.training.in_backward import gradient_like, inexact_leaves
 from dynamiq_jax.training.interleaved import Seeds, without
 from dynamiq_jax.training.layers import Body, Loop, row_of, row_of_gradients

@@ -20,7 +20,7 @@ from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.former import formerly
 from dynamiq_jax.reduction.reduction import Reduction
-from dynamiq_jax.training.explicit_shards import gather_outside
+from dynamiq_jax.training.explicit_axes import gather_outside
 from dynamiq_jax.tree.leaves import describe_leaves
 
 
@@ -200,26 +200,33 @@ class Reducer:
 
     def joined(self, reduced: Any) -> Any:
         """A tree like the parameters, of what was reduced; it varies, in type, where these do."""
-        found = iter(jax.tree.leaves(reduced))
+        return self._gradients(self._leaves, self.row(reduced))
 
-        def gradient_of(own: Any) -> Any:
-            if not jnp.issubdtype(own.dtype, jnp.inexact):
-                return np.zeros(own.shape, jax.dtypes.float0)
+    def row(self, reduced: Any) -> list[Array]:
+        """The reduced gradients of one layer, which vary, in type, where the parameters do."""
+        moving, found = inexact_leaves(self._leaves), []
+        for own, x in zip(moving, jax.tree.leaves(reduced), strict=True):
             axes = tuple(name for name in self.axis.names if name in varying_axes(own))
-            gradient = next(found).astype(own.dtype)
-            return Axis(axes).to_varying(gradient) if axes else gradient
+            found.append(Axis(axes).to_varying(x) if axes else x)
+        return found
 
-        return self._treedef.unflatten(map(gradient_of, self._leaves))
+    def rows(self, reduced: Any, length: int) -> list[Array]:
+        """Zeros in the place of each `row` of so many layers, by the shapes of what is reduced.
 
-    def rows(self, length: int) -> list[Array]:
-        """Zeros in the place of reduced gradients of so many layers, each like the parameters."""
-        moving = inexact_leaves(self._leaves)
-        return [self.axis.like(jnp.zeros((length, *x.shape), x.dtype), x) for x in moving]
+        They have the dtypes that travel: gradients of f32 masters in bf16 take half of the memory.
+        """
+        pairs = zip(inexact_leaves(self._leaves), jax.tree.leaves(reduced), strict=True)
+        return [self.axis.like(jnp.zeros((length, *x.shape), y.dtype), x) for x, y in pairs]
 
     def stacked(self, rows: list[Array], length: int) -> Any:
-        """A tree of the `rows`, and of float0 for integers."""
+        """A tree of the `rows` in the parameters' dtypes, and of float0 for integers."""
         like = [jax.ShapeDtypeStruct((length, *x.shape), x.dtype) for x in self._leaves]
-        return gradient_like(self._treedef.unflatten(like), rows)
+        return self._gradients(like, rows)
+
+    def _gradients(self, like: list[Any], found: list[Array]) -> Any:
+        pairs = zip(inexact_leaves(like), found, strict=True)
+        cast = [x.astype(own.dtype) for own, x in pairs]
+        return gradient_like(self._treedef.unflatten(like), cast)
 
 
 def inexact_leaves(tree: Any) -> list[Any]:

@@ -287,7 +287,7 @@ class Layers(NamedTuple):
         passing, own = back.start, None if mine is None else mine.result
         coming = before if mine is None or not last else self._again(gathers, kept, last - 1)
         begun, passing = back.step(pipeline, last, own, passing, coming)
-        finals, rows = {last: begun}, self.reducer.rows(self.loop.length)
+        finals, rows = {last: begun}, self.reducer.rows(begun.shapes, self.loop.length)
         first = 0 if mine is None else 1
         if last > first:
             own = None if coming is None or mine is None else coming.result
@@ -366,8 +366,7 @@ class _Back:
 
     def _written(self, rows: list[Array], done: Progress, step: Any) -> list[Array]:
         """The gradients of all layers, with those of this step."""
-        found = inexact_leaves(self._layers.reducer.joined(done.result))
-        return _put(rows, found, self._layers.loop.place(step))
+        return _put(rows, self._layers.reducer.row(done.result), self._layers.loop.place(step))
 
     def joined(self, rows: list[Array], finals: dict[int, Progress]) -> Any:
         """The gradients of all layers, with those of reductions that have just finished."""

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.jaxprs.constraints import record
-from dynamiq_jax.jaxprs.passing import evaluable, used_inputs
+from dynamiq_jax.jaxprs.walk import evaluable, used_inputs
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments, check_closure, type_of
-from dynamiq_jax.training.batches import Told, is_seed
 from dynamiq_jax.training.closures import Copy, Slot, closed_arrays, closed_variables, write
+from dynamiq_jax.training.loss import Told, is_seed
 from dynamiq_jax.tree.leaves import flat_specs
 
 

@@ -22,7 +22,7 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import trace_number
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.jaxprs.passing import inputs_behind, inputs_of
+from dynamiq_jax.jaxprs.walk import inputs_behind, inputs_of
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.tree.leaves import describe_leaves
 

@@ -22,10 +22,9 @@ from dynamiq_jax.former import formerly, unless
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.auto_axes import AutoGrad, StaticArguments
-from dynamiq_jax.training.batches import ARRAYS, Told, leaf_specs
 from dynamiq_jax.training.explicit_axes import ExplicitGrad
 from dynamiq_jax.training.lifting import Losses, lifted
-from dynamiq_jax.training.wanted import Wanted, apart, together
+from dynamiq_jax.training.loss import ARRAYS, Told, Wanted, apart, leaf_specs, together
 from dynamiq_jax.tree.leaves import check_nodes
 
 

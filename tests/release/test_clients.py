@@ -16,7 +16,7 @@ import pytest
 RUN = Path(__file__).parents[1] / "clients" / "run.py"
 PACKAGES = {"kauldron": "kauldron", "levanter": "levanter", "tunix": "tunix"}
 CHECKOUTS = {
-    "easylm": "EasyLM", "nanodo": "nanodo",
+    "easylm": "EasyLM", "grug": "marin", "maxtext": "maxtext", "nanodo": "nanodo",
     **dict.fromkeys(("gemma", "imagenet", "lm1b", "mnist", "wmt"), "flax"),
 }  # fmt: skip
 LOSS = re.compile(

@@ -27,7 +27,7 @@ from dynamiq_jax.executors.codec import Arrived, ChunkCodec, Encoder
 from dynamiq_jax.methods.base import Call, clipped
 from dynamiq_jax.methods.dynamiq.layout import Layout, width_upgrades
 from pallas_kernels import Backend, WireFormat, deal, pack_tiles
-from pallas_kernels.energy import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
+from pallas_kernels.format import ENERGY_LEVELS, MANTISSA_BITS, Upgrades
 
 # --- The plan -------------------------------------------------------------------------------------
 

@@ -1,28 +1,183 @@
-"""How the arguments of a loss are split over the workers of Auto data axes."""
+"""A loss: which arguments are differentiated, how its batch is split, and what it returns.
 
+*Wanted*: the arguments that `value_and_grad` differentiates, and the results that it returns.
+*Batches*: how the arguments of a loss are split over the workers of Auto data axes. *Auxiliary
+results* of losses on Auto axes: one word for each leaf says how workers combine it.
+"""
+
+import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from dynamiq_jax.core.axis import Axis
+from dynamiq_jax.compression.compression import Compression
+from dynamiq_jax.core.axis import Axis, is_explicit, key_words, resharded
+from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.reduction.reduction import warn_of_gather
+from dynamiq_jax.jaxprs.constraints import reduced_from_nothing
+from dynamiq_jax.reduction.explicit_sums import scattered_spec
+from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather, weigh
 from dynamiq_jax.tree.leaves import (
     axes_above_one,
     axes_of,
     describe_leaves,
     flat_specs,
+    misfit_of,
     n_parts,
     names_of,
     placement_of,
+    restrict_spec,
 )
+
+# --- Parameters and results -----------------------------------------------------------------------
+
+
+class Wanted(NamedTuple):
+    """The parameters that are differentiated and the results, on axes of either type."""
+
+    total: Reduction
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    metrics: bool
+    unreduced: bool
+    ungathered: bool
+    allow_int: bool = False
+    gathers: Compression | None = None
+    """How shards travel that are gathered before the loss; `None`: natively."""
+
+    def whole(self, shards: Any, specs: Sequence[P], mesh: Any, key: Array | None) -> Any:
+        """Whole leaves of shards, which `gathers` compresses; others pass.
+
+        Shards are global arrays, as everywhere outside of maps, and have no derivatives.
+        """
+        total = dataclasses.replace(self.total, gathers=self.gathers)
+        over = axes_above_one(total.axis.names, mesh.shape)
+        total = total.placed(specs, over=over)
+        tree = jax.tree.structure(shards)
+        kept = [name for name in mesh.axis_names if name not in total.axis.names]
+        before = [scattered_spec(spec, total.axis) for spec in specs]
+        after = [restrict_spec(spec, kept) for spec in specs]
+        own = jax.tree.map(lax.stop_gradient, shards)
+        if is_explicit(mesh):
+            pairs = zip(jax.tree.leaves(own), before, strict=True)
+            own = tree.unflatten(resharded(x, mesh, spec) for x, spec in pairs)
+        mapped = jax.shard_map(
+            total.gather,
+            mesh=mesh,
+            in_specs=(tree.unflatten(before), P()),
+            out_specs=tree.unflatten(after),
+            check_vma=False,
+        )
+        return mapped(own, key_words(key))
+
+    @property
+    def positions(self) -> "_Positions":
+        """Which positional arguments are parameters."""
+        return _Positions(self.argnums)
+
+    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """``function`` of parameters and of ``(other positional arguments, keywords)``.
+
+        With ``allow_int`` these end with the parameters' integers.
+        """
+        if not self.allow_int:
+            return self.positions.joined(function)
+        whole = () if self.ungathered else self.total.axis.names
+        return _with_integers(self.positions, whole, function)
+
+    def check(self, weight: Callable[..., Any] | None) -> None:
+        """Refuses what does not go together."""
+        if self.total.op == "sum" and weight is not None:
+            raise ValueError(
+                "op='sum' and weight=: weights are for the mean of means; leave one of them out"
+            )
+        if self.allow_int and self.unreduced:
+            raise ValueError(
+                "unreduced=True and allow_int=True: gradients of integers have dtype float0, which "
+                "no reduction takes; pass integers in an argument of the loss that argnums= does "
+                "not name"
+            )
+
+
+class _Positions(NamedTuple):
+    """The positional arguments that are parameters, by one index or several, also negative ones."""
+
+    argnums: int | tuple[int, ...]
+
+    def among(self, count: int) -> list[int]:
+        """The indices of the parameters, for this number of arguments."""
+        numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
+            raise ValueError(
+                f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
+                "each number once, and parameters by position"
+            )
+        return [i % count for i in numbers]
+
+    def split(self, args: tuple) -> tuple[Any, tuple]:
+        """The parameters, and the other arguments."""
+        numbers = self.among(len(args))
+        params = tuple(args[i] for i in numbers)
+        others = tuple(x for i, x in enumerate(args) if i not in numbers)
+        return params[0] if isinstance(self.argnums, int) else params, others
+
+    def joined(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+        """``function`` of parameters and ``(other positional arguments, keywords)``."""
+
+        def run(params: Any, data: tuple[tuple, dict[str, Any]]) -> Any:
+            params = (params,) if isinstance(self.argnums, int) else params
+            args = list(data[0])
+            numbers = self.among(len(params) + len(args))
+            for i in sorted(numbers):
+                args.insert(i, params[numbers.index(i)])
+            return function(*args, **data[1])
+
+        return run
+
+
+def apart(params: Any) -> tuple[Any, Any]:
+    """The leaves with gradients, and the other leaves, in trees with `None` for the rest."""
+    moves = lambda x: jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact)
+    return (
+        jax.tree.map(lambda x: x if moves(x) else None, params),
+        jax.tree.map(lambda x: None if moves(x) else jnp.asarray(x), params),
+    )
+
+
+def together(tree: Any, rest: Any) -> Any:
+    """The tree that `apart` split into these two."""
+    return jax.tree.map(lambda x, y: y if x is None else x, tree, rest, is_leaf=lambda x: x is None)
+
+
+def _with_integers(
+    positions: _Positions, axes: tuple[str, ...], function: Callable[..., Any]
+) -> Callable[[Any, Any], Any]:
+    """A ``function`` of parameters and of data that end with the parameters' integers.
+
+    Integers that are sharded over these axes, according to their types, are gathered.
+    """
+    run = positions.joined(function)
+
+    def whole(x: Any) -> Any:
+        found = jax.typeof(x).sharding
+        if not axes_of(found.spec) & {*axes}:
+            return x
+        return jax.reshard(
+            x, restrict_spec(found.spec, [n for n in found.mesh.axis_names if n not in axes])
+        )
+
+    return lambda params, data: run(together(params, jax.tree.map(whole, data[2])), data[:2])
+
+
+# --- Batches --------------------------------------------------------------------------------------
+
 
 ARRAYS = Array | np.ndarray | np.generic
 """Arguments of the loss of other types are constants of its program."""
@@ -320,3 +475,103 @@ def _check_divides(
                 f"dimension {dimension} must be a multiple of the {count} workers on axis "
                 f"{axis.name!r}, or its entry in batch_specs P(), to be whole on every worker"
             )
+
+
+# --- Auxiliary results ----------------------------------------------------------------------------
+
+
+def words_of(aux_tree: Any, told: Any, op: Op, rows: Collection[int]) -> list[str]:
+    """The word of every leaf of one worker's aux, which has these numbers of ``rows``.
+
+    Without a word, scalars of floating-point numbers are reduced like the loss. Integers are
+    summed and arrays of rows are joined, with a warning.
+    """
+    paths = jax.tree_util.tree_leaves_with_path(aux_tree)
+    try:
+        given = _spread(told, aux_tree)
+    except ValueError:
+        raise ValueError(
+            f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
+            "for every leaf, one for all, or a dict of some keys"
+        ) from None
+    words, guessed = [], {}
+    for (path, x), word in zip(paths, given, strict=True):
+        kind = jax.typeof(x)
+        if word is None and kind.shape[:1] and kind.shape[0] in rows:
+            guessed[jax.tree_util.keystr(path)] = word = "rows"
+        elif word is None and kind.shape == () and jnp.issubdtype(kind.dtype, jnp.integer):
+            guessed[jax.tree_util.keystr(path)] = word = "sum"
+        elif word is None and kind.shape == () and jnp.issubdtype(kind.dtype, jnp.inexact):
+            word = op
+        if word not in ("mean", "sum", "rows", "same"):
+            raise ValueError(
+                f"aux leaf {jax.tree_util.keystr(path)} is {kind} on every worker, and aux="
+                f"{word!r} does not say what it is for all: pass value_and_grad(aux=...), a tree "
+                "like it of 'mean', 'sum', 'rows' (every worker's, one after the other), or 'same' "
+                "(on all workers)"
+            )
+        words.append(word)
+    if guessed:
+        warn(
+            f"aux has no words for leaves that are no scalars of floating-point numbers: {guessed} "
+            "is what they are taken for. Pass value_and_grad(aux=...) with these words, or 'same' "
+            "for what all workers have"
+        )
+    return words
+
+
+def _spread(told: Any, tree: Any) -> list[Any]:
+    """The word of every leaf of ``tree``; `None` where ``told``, a prefix of it, has none."""
+    if told is None or isinstance(told, str):
+        return [told] * len(jax.tree.leaves(tree))
+    if isinstance(told, Mapping) and isinstance(tree, Mapping):
+        if unknown := [key for key in told if key not in tree]:
+            raise ValueError(f"{unknown[0]!r} is not a key of aux")
+        told = {key: told.get(key) for key in tree}
+    is_branch = lambda x: x is not told and x is not tree
+    words, parts = (jax.tree.flatten(x, is_leaf=is_branch) for x in (told, tree))
+    if words[1] != parts[1]:
+        raise ValueError(f"{words[1]} is not {parts[1]}")
+    pairs = zip(words[0], parts[0], strict=True)
+    return [word for own, part in pairs for word in _spread(own, part)]
+
+
+def reduce_aux(aux: Any, words: list[str], share: Array | None, axis: Axis) -> tuple[Any, Any]:
+    """Leaves of aux that are the same on all workers, and rows; `None` where the other has one."""
+    leaves, treedef = jax.tree.flatten(aux)
+    pairs = [(x, word, word == "rows") for x, word in zip(leaves, words, strict=True)]
+    alike = (None if row else reduce_value(x, word, share, axis) for x, word, row in pairs)
+    rows = (axis.to_varying(x) if row else None for x, _, row in pairs)
+    return treedef.unflatten(alike), treedef.unflatten(rows)
+
+
+def reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
+    """One value of all workers; sums and means of low precision are taken in f32."""
+    x = axis.to_varying(jnp.asarray(x))
+    if word == "same":
+        return axis.assume_invarying(x)
+    low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    wide = x.astype(jnp.float32) if low else x
+    if word == "sum":
+        return axis.psum(wide).astype(x.dtype)
+    return axis.pmean(weigh(wide, share)).astype(x.dtype)
+
+
+def warn_of_nothing(program: Any, shapes: tuple[Any, tuple[Any, Any], Any], axis: Axis) -> None:
+    """Warns of aux that is reduced from arrays without entries, if the loss is not.
+
+    ``program`` returns the value, aux as from `reduce_aux`, and more; ``shapes`` is a tree like its
+    results.
+    """
+    empty = reduced_from_nothing(program)
+    value, aux, _ = jax.tree.structure(shapes).unflatten(empty)
+    paths = [path for part in aux for path, own in jax.tree_util.tree_leaves_with_path(part) if own]
+    if not paths or value:
+        return
+    names = [jax.tree_util.keystr(path) for path in paths]
+    warn(
+        f"aux leaves {names[:4]} are sums or means over no entries on every worker of axis "
+        f"{axis.name!r}, and such a mean is NaN: a worker has its own examples alone, of which a "
+        "slice by the size of the whole batch leaves none. Return all rows with the word 'rows', "
+        "and slice them after the call",
+    )
