@@ -45,7 +45,7 @@ class LoCo(WrappedMethod):
         grads, state, _ = dq.reduce(grads, "data", compression=method, state=state)
 
     A coordinate takes one byte of memory and 4 bytes of 256 share a scale. As with
-    `dq.ErrorFeedback`, a coordinate whose result is not finite keeps its memory, but for the rounding
+    `dq.ErrorFeedback`, a coordinate whose result is not finite keeps its memory, but for rounding
     to the scale that its block has after the step.
 
     Attributes:
