@@ -157,7 +157,7 @@ EVERY_METHOD = {
     "minmax, nearest": Row(low(contrib.MinMax(bits=5, rounding="nearest")), OVER, 128, 0.01),
     "block-int": Row(low(contrib.BlockInt()), OVER, 128, 2e-4),
     "block-int, smooth": Row(
-        low(contrib.BlockInt(bits=4, rounding="stochastic", smooth=True)), OVER, 128, 0.06
+        low(contrib.BlockInt(bits=4, rounding="stochastic", smooth=True)), OVER, 128, 0.15
     ),
     "loco": Row(low(contrib.LoCo(contrib.BlockInt(bits=4))), OVER, 128, 0.06),
     "qsgd": Row(low(contrib.GlobalQSGD(piece_size=128)), OVER, 128, 0.02),

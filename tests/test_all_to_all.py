@@ -86,6 +86,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", daily(METHODS, ["6 bits", "scale axis", "qsgd"]))
+@pytest.mark.usefixtures("padding_is_free")
 def test_methods_of_blocks(name):
     """Blocks of very different magnitude: none is decoded as another one."""
     method, least, most = METHODS[name]
@@ -255,6 +256,7 @@ def test_shard_map_and_pmap_give_the_bits_of_vmap(mapped_by):
 
 
 @pytest.mark.release
+@pytest.mark.usefixtures("padding_is_free")
 def test_groups_of_workers_and_tuples_of_axes():
     """Numbers of workers are those within a group, and row-major over several axes."""
     x = normal(8, 40)

@@ -113,7 +113,8 @@ def alone(method):
 BY_KEY = [
     name
     for name, row in EVERY_METHOD.items()
-    if any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit", "perm"))
+    if getattr(alone(row.method.method), "rounding", "") != "nearest"
+    and any(kind in name for kind in ("dynamiq", "thc", "qsgd", "marsit", "perm"))
     or getattr(alone(row.method.method), "rounding", "") == "stochastic"
 ]
 

@@ -180,7 +180,7 @@ class Row(NamedTuple):
     """The remedy where `sharded` refuses it inside; `None`: it trains there, too."""
 
 
-ALONE, PUT_AFTER = "depend on its own coordinate alone", "Put it after"
+ALONE, PUT_AFTER = "depend on its own coordinate", "Put it after"
 CHANGING = {
     "apply_every": Row(then(optax.apply_every(2))),
     "scale": Row(then(optax.scale(0.5))),

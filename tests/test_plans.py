@@ -26,12 +26,15 @@ LARGEST_OTHER = 4096
 """Bytes of a collective without a plan: norms, losses, flags."""
 
 
-def check(found, most_other=LARGEST_OTHER):
-    """The program sends what the plans say, and nothing large travels without one."""
+def check(found, most_other=LARGEST_OTHER, native=()):
+    """The program sends what the plans say, and nothing large travels without one.
+
+    ``native`` are kinds of collectives that JAX makes.
+    """
     assert found.plans and found.counted
     assert found.agrees, (found.sent_bytes, found.program_bytes)
     large = [x for x in found.others if x.sent_bytes > most_other]
-    assert not large, large
+    assert {x.name for x in large} == {*native}, large
 
 
 DAILY = ["explicit:5", "zero-pipeline:5/2.5", "fsdp-layers:5/8"]
@@ -46,7 +49,7 @@ def test_the_plans_of_a_way_are_its_program(text):
     batch = jax.ShapeDtypeStruct(tokens.shape, tokens.dtype, sharding=split)
     with jax.set_mesh(way.mesh):
         found = dq.explain(jax.jit(way.step), way.like, batch, verbose=False)
-    check(found)
+    check(found, native=["all-gather"] if text.startswith("fsdp-auto") else [])
 
 
 def mapped(function, *shapes):

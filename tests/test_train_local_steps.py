@@ -200,7 +200,7 @@ def test_the_example_trains_and_compares(tmp_path, capsys, monkeypatch, fragment
     assert float(sent) == pytest.approx(float(whole) * 3.25 / 32, rel=0.02)
     names = {"tiny-local-steps.json", "tiny-local-steps.png"}
     assert {file.name for file in tmp_path.iterdir()} == names
-    assert len(Path(train_local_steps.__file__).read_text().splitlines()) <= 120
+    assert len(Path(train_local_steps.__file__).read_text().splitlines()) <= 125
 
 
 def test_the_last_step_has_to_be_an_outer_one(tmp_path):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 from jax import Array, lax
-from jaxtyping import Float, UInt32
+from jaxtyping import Float, UInt16, UInt32
 
 from dynamiq_jax.contrib import lanes
 from dynamiq_jax.contrib.hadamard import hadamard
@@ -23,21 +23,21 @@ from dynamiq_jax.contrib.minmax import Rounding, as_bf16
 from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.methods.plain import PlainMethod
 
-MOST = 2.0**120
+MOST = 2.0**124
 """The limit at which values are clipped, so that smoothed ones are finite."""
 LEAST_SCALE = 2.0**-100
 """The limit below which a scale counts as zero, so that its inverse is finite."""
 SMOOTHED = 32
 """Coordinates that the Hadamard transform mixes; the signs are not random."""
 
-Payload = tuple[Float[Array, " blocks"], UInt32[Array, " words"]]
+Payload = tuple[UInt16[Array, " blocks"], UInt32[Array, " words"]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockInt(PlainMethod):
     """All-reduce of ``bits``-bit integers with one bf16 scale for each block.
 
-    Zeros stay zeros, unless ``smooth``. Values beyond 2^120 are clipped. EQuARX is the default.
+    Zeros stay zeros, unless ``smooth``. Values beyond 2^124 are clipped. EQuARX is the default.
     ZeRO++ sends gradients with ``bits=4`` over `Direct`, and SDP4Bit with ``bits=4, smooth=True``
     between hosts.
 
@@ -86,11 +86,14 @@ class BlockInt(PlainMethod):
             codes = jnp.floor(scaled + lanes.uniform(noise.reshape(x.shape)))
         codes = jnp.clip(codes, -self._most, self._most).astype(jnp.int32) + self._most
         words = lanes.pack_bits(codes.astype(jnp.uint32).reshape(-1), self.bits)
-        return jnp.where(finite, scale, jnp.nan).astype(jnp.bfloat16), words
+        scale = jnp.where(finite, scale, jnp.nan).astype(jnp.bfloat16)
+        # XLA for CPU would send numbers of bf16 in 32 bits, and integers as they are.
+        return lax.bitcast_convert_type(scale, jnp.uint16), words
 
     def decode(self, payload: Payload, size: int) -> Float[Array, " m"]:
         """See `PlainMethod`."""
-        scale, words = payload
+        bits, words = payload
+        scale = lax.bitcast_convert_type(bits, jnp.bfloat16)
         codes = lanes.unpack_bits(words, size, self.bits).astype(jnp.int32) - self._most
         x = codes.reshape(-1, self.block_size).astype(jnp.float32)
         return self._smoothed(x * scale.astype(jnp.float32)[:, None]).reshape(-1)
@@ -99,8 +102,8 @@ class BlockInt(PlainMethod):
         """The transform, which is its own inverse."""
         if not self.smooth:
             return x
-        parts = x.reshape(-1, SMOOTHED)
-        return (hadamard(parts) / math.sqrt(SMOOTHED)).reshape(x.shape)
+        parts = x.reshape(-1, SMOOTHED) / math.sqrt(SMOOTHED)  # first, or sums could overflow
+        return hadamard(parts).reshape(x.shape)
 
     @property
     def _most(self) -> int:

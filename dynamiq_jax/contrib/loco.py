@@ -45,7 +45,8 @@ class LoCo(WrappedMethod):
         grads, state, _ = dq.reduce(grads, "data", compression=method, state=state)
 
     A coordinate takes one byte of memory and 4 bytes of 256 share a scale. As with
-    `dq.ErrorFeedback`, coordinates whose result is not finite do not change the memory.
+    `dq.ErrorFeedback`, a coordinate whose result is not finite keeps its memory, but for rounding
+    to the scale that its block has after the step.
 
     Attributes:
       method: the method that compresses, as for `dq.ErrorFeedback`.
@@ -81,7 +82,7 @@ class LoCo(WrappedMethod):
     def all_reduce(self, x: Float[Array, " d"], call: Call) -> Outcome:
         """See `methods.base.Method`."""
         state = call.state
-        memory = _spread(state.scales, state.codes.shape[0]) * state.codes
+        memory = _spread(state.scales, state.codes.shape[0]) * state.codes.astype(jnp.float32)
         own = ErrorFeedbackState(memory, None, None, None, None, state.inner)
         outcome = self._feedback().all_reduce(x, call._replace(state=own))
         after = outcome.state
