@@ -8,13 +8,13 @@ f32, and every worker runs the whole optimizer. Without a GPU it runs on 8 virtu
 Expect (2 busy x86-64 cores, jax 0.10.2, Python 3.11.7):
 
     method   validation loss  MB/step  bits/coord  state MB  s/step
-    sharded           1.9976     0.87        3.75      1.60    0.28
+    sharded           1.9976     0.87        3.75      2.13    0.28
     f32               2.0131     7.40       32.00      8.46    0.08
 
-``MB/step`` is what one worker sends, ``state MB`` what it holds of the optimizer: f32 masters and
-Adam's moments of its slices, or moments of all. DynamiQ's losses differ between processors. Virtual
-devices exchange all through memory: their times say nothing about a network. Curves (PNG) and
-numbers (JSON) land in ``runs/``.
+``MB/step`` is what one worker sends, ``state MB`` what it holds of the optimizer: f32 masters,
+Adam's moments and the copies of its slices, or moments of all. DynamiQ's losses differ between
+processors. Virtual devices exchange all through memory: their times say nothing about a network.
+Curves (PNG) and numbers (JSON) land in ``runs/``.
 """
 
 from functools import partial

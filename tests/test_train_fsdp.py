@@ -125,7 +125,7 @@ def test_sharded_updates_train_as_the_whole_optimizer_does(tmp_path, capsys):
     assert (name, whole) == ("sharded", "f32")
     assert float(loss) == pytest.approx(float(expected), rel=2e-3)
     assert (sent, bits) == ("0.87", "3.75")
-    assert float(held) < 0.2 * float(others[2])  # 12 bytes of an eighth, and 8 bytes of all
+    assert float(held) < 0.26 * float(others[2])  # 16 bytes of an eighth, and 8 bytes of all
     assert {file.name for file in tmp_path.iterdir()} == {
         "tiny-zero-compare.json", "tiny-zero-compare.png",
     }  # fmt: skip
