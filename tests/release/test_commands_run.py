@@ -32,6 +32,8 @@ NEED = {
     ),
     "a package index (.ci/release-check)": "pip|make (demo|test)$",
     "a checkout of JAX": "python tests/conformance",
+    "links to measure (tests/test_report.py, release/test_report_on_hosts.py)": "dynamiq-jax report",
+    "SLURM": "pytest -s --release tests/release/test_slurm",
     "minutes to hours": (
         r"python (benchmarks/evidence/(training|classifier|finetuned)"
         r"|examples/(train_(local_steps|llm)|one_gpu|recipes/\w+|four_hosts))"
