@@ -26,13 +26,12 @@ NEED = {
         r".*(bench all-reduce|all_reduce|step_times?\.|against_the_clock|crossover)"
         "|make test-gpu|make results|python benchmarks/results"
     ),
-    "links to measure (tests/test_advise.py)": "dynamiq-jax advise",
+    "links to measure (tests/test_{advise,report}.py)": "dynamiq-jax (advise|report)",
     "hosts (tests/test_hosts.py, test_four_hosts.py, release/test_training_goes_on.py)": (
         r".*(train_multihost|hosts\.py|goodput)|dynamiq-jax run"
     ),
     "a package index (.ci/release-check)": "pip|make (demo|test)$",
     "a checkout of JAX": "python tests/conformance",
-    "links to measure (tests/test_report.py, release/test_report_on_hosts.py)": "dynamiq-jax report",
     "SLURM": "pytest -s --release tests/release/test_slurm",
     "minutes to hours": (
         r"python (benchmarks/evidence/(training|classifier|finetuned)"
