@@ -19,6 +19,8 @@ FORMER = {
     "comparators": "contrib",
     "fields": "core.checks",
     "optax.liec": "contrib.liec",
+    "methods.hops": "methods.base",
+    "topologies.base": "topologies.schedules",
     "topologies.xla": "topologies.links",
 }
 """Names of version 0.4, without the package, and the names of now."""

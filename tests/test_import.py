@@ -13,7 +13,8 @@ import dynamiq_jax as dq
 from dynamiq_jax import former
 from dynamiq_jax.contrib import liec
 from dynamiq_jax.core import checks
-from dynamiq_jax.topologies import links
+from dynamiq_jax.methods import base
+from dynamiq_jax.topologies import links, schedules
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -207,6 +208,8 @@ FORMER = {
         "LIECState",
         liec.LIECState,
     ),
+    "dynamiq_jax.methods.hops": ("HopMethod", base.HopMethod),
+    "dynamiq_jax.topologies.base": ("Stage", schedules.Stage),
     "dynamiq_jax.topologies.xla": ("compiler_options", links.compiler_options),
 }
 """Modules of version 0.4, with a name of each and what it is now."""

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import first_states
-from dynamiq_jax.core.axis import Axis, mesh_of, resharded
+from dynamiq_jax.core.axis import Axis, is_explicit, mesh_of, resharded
 from dynamiq_jax.core.compat import check_partitioner
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
@@ -223,6 +223,29 @@ def scattered_spec(spec: P, axis: Axis) -> P:
     """The spec after data axes have split each device's part: data axes come last."""
     entries = (sorted(names_of(entry), key=axis.names.__contains__) for entry in spec)
     return P(*(tuple(entry) or None for entry in entries))
+
+
+def gather_whole(
+    total: Reduction, mesh: AbstractMesh, shards: Any, placed: Sequence[P], words: Array | None
+) -> Any:
+    """Whole leaves of global arrays, outside of maps, on axes of either type; no derivatives.
+
+    ``placed`` has the spec of each leaf; what data axes do not split is returned as it is.
+    """
+    tree, own = jax.tree.structure(shards), jax.tree.map(lax.stop_gradient, shards)
+    kept = [name for name in mesh.axis_names if name not in total.axis.names]
+    before = [scattered_spec(spec, total.axis) for spec in placed]
+    if is_explicit(mesh):
+        pairs = zip(jax.tree.leaves(own), before, strict=True)
+        own = tree.unflatten(resharded(x, mesh, spec) for x, spec in pairs)
+    mapped = jax.shard_map(
+        total.gather,
+        mesh=mesh,
+        in_specs=(tree.unflatten(before), P()),
+        out_specs=tree.unflatten(restrict_spec(spec, kept) for spec in placed),
+        check_vma=False,
+    )
+    return mapped(own, words)
 
 
 class _Parts(NamedTuple):

@@ -49,11 +49,11 @@ from dynamiq_jax.methods import State
 from dynamiq_jax.methods.metrics import Reduced
 from dynamiq_jax.plan.plan import BY_USE
 from dynamiq_jax.reduction.explicit_sums import (
+    gather_whole,
     large_leaves,
     marked,
     plan_of_sums,
     reduce_unreduced,
-    scattered_spec,
     unreduced_axes,
 )
 from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather
@@ -150,12 +150,10 @@ class Gather:
 
     def values(self, shards: Sequence[Array], words: Array | None) -> list[Array]:
         """Whole leaves, without types and without derivatives."""
-        before = [scattered_spec(spec, self.total.axis) for spec in self.placed]
-        maps = {"in_specs": (self._tree(before), P()), "out_specs": self._tree(self.whole)}
-        gather = self.total.some(self.chosen).gather
-        mapped = jax.shard_map(gather, mesh=self.mesh, check_vma=False, **maps)
-        own = self._put(map(lax.stop_gradient, shards), before)
-        return self._put(jax.tree.leaves(mapped(self._joined(own), words)), self.whole)
+        own, placed = self._joined(shards), [self.placed[i] for i in self.chosen]
+        total = self.total.some(self.chosen)
+        found = gather_whole(total, self.mesh, own, placed, words)
+        return self._put(jax.tree.leaves(found), self.whole)
 
     def typed(
         self, shards: Sequence[Array], words: Array | None, values: Sequence[Array] | None = None

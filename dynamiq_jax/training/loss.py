@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import Compression
-from dynamiq_jax.core.axis import Axis, is_explicit, key_words, resharded
+from dynamiq_jax.core.axis import Axis, key_words
 from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.constraints import reduced_from_nothing
-from dynamiq_jax.reduction.explicit_sums import scattered_spec
+from dynamiq_jax.reduction.explicit_sums import gather_whole
 from dynamiq_jax.reduction.reduction import Reduction, warn_of_gather, weigh
 from dynamiq_jax.tree.leaves import (
     axes_above_one,
@@ -59,23 +59,7 @@ class Wanted(NamedTuple):
         """
         total = dataclasses.replace(self.total, gathers=self.gathers)
         over = axes_above_one(total.axis.names, mesh.shape)
-        total = total.placed(specs, over=over)
-        tree = jax.tree.structure(shards)
-        kept = [name for name in mesh.axis_names if name not in total.axis.names]
-        before = [scattered_spec(spec, total.axis) for spec in specs]
-        after = [restrict_spec(spec, kept) for spec in specs]
-        own = jax.tree.map(lax.stop_gradient, shards)
-        if is_explicit(mesh):
-            pairs = zip(jax.tree.leaves(own), before, strict=True)
-            own = tree.unflatten(resharded(x, mesh, spec) for x, spec in pairs)
-        mapped = jax.shard_map(
-            total.gather,
-            mesh=mesh,
-            in_specs=(tree.unflatten(before), P()),
-            out_specs=tree.unflatten(after),
-            check_vma=False,
-        )
-        return mapped(own, key_words(key))
+        return gather_whole(total.placed(specs, over=over), mesh, shards, specs, key_words(key))
 
     @property
     def positions(self) -> "_Positions":
