@@ -168,11 +168,11 @@ def state_specs(opt_state: Tree) -> Tree:
 _WHICH = "which leaves depend on the number of workers"
 
 
-def _paths(tree: Tree) -> Iterable[tuple]:
+def _paths(tree: Any) -> Iterable[tuple]:
     return (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
 
 
-def _is_untyped(tree: Tree, names: Iterable[Name]) -> bool:
+def _is_untyped(tree: Any, names: Iterable[Name]) -> bool:
     """Whether leaves have the names of parts, and the tree has no `Part`: Flax makes dicts of them.
 
     A variable's last key is "value", also that of somebody else's "memory".

@@ -36,12 +36,13 @@ OWN = Client(
     commit="e591f30c", options={"parallelism": {"ici_data_parallelism": 8}},
 )  # fmt: skip
 UTILS, STATE = "src/maxtext/utils/train_utils.py", "src/maxtext/utils/maxtext_utils.py"
-EXTRACTED = "  state_mesh_shardings = maxtext_utils_nnx.nnx_extract_named_sharding(abstract_state)\n"
+NAMED = "state_mesh_shardings = maxtext_utils_nnx.nnx_extract_named_sharding(abstract_state)\n"
 UPDATES = (
     *patch("data", ", unreduced=True"),
     Change(
-        "apply_gradient_clipping(raw_grads, None, config.gradient_clipping_threshold)",
-        "apply_gradient_clipping(raw_grads, None, np.inf)",
+        "grads = maxtext_utils.apply_gradient_clipping(raw_grads, None, "
+        "config.gradient_clipping_threshold)",
+        "grads = raw_grads",
     ),
     Change(
         "  tx = optimizers.get_optimizer(config, learning_rate_schedule, model)\n",
@@ -53,8 +54,8 @@ UPDATES = (
     ),
     Change("import jax\n", "import jax\nimport dynamiq_jax as dq\n", UTILS),
     Change(
-        EXTRACTED,
-        f"""{EXTRACTED}  state_mesh_shardings.optimizer = jax.tree.map(
+        NAMED,
+        f"""{NAMED}  state_mesh_shardings.optimizer = jax.tree.map(
       lambda p: NamedSharding(mesh, p), nnx.state(dq.optax.state_specs(abs_model.optimizer)))
 """,
         STATE,
