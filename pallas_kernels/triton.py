@@ -108,7 +108,7 @@ class _Sized(NamedTuple):
 
     ref: Any
     shape: tuple[Any, ...]
-    """Of integers the last size is read, of other numbers the first one."""
+    """The last size of integers is read, and the first one of other numbers."""
 
     def start(self, *where):
         """The place of the row ``where`` in flat memory."""
