@@ -8,8 +8,9 @@ its supervisor are killed, which starts again after ``--away`` seconds. Numbers 
 ``OUT/goodput.json``, and their picture in ``OUT/goodput.png``.
 
 The clock starts with the first step after a fault that does not count, which fills the cache of
-compiled programs. `KINDS` says what time is counted as. It takes root, iproute2
-and util-linux, as `hosts.py` does.
+compiled programs. `KINDS` says what time is counted as. ``--hosts 2 --gpus 1
+--model 125m`` gives each host a GPU instead of a virtual CPU device. It takes root, iproute2 and
+util-linux, as `hosts.py` does.
 """
 
 import contextlib
@@ -34,6 +35,14 @@ PORT = 29500
 
 TRAINING = f"""
 import runpy, sys
+sys.argv[0] = {str(EXAMPLE)!r}
+sys.path.insert(0, {str(EXAMPLE.parent)!r})
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""The example."""
+
+CACHE_OF_ALL = """
+import sys
 from jax._src import compiler, distributed
 write, state = compiler._cache_write, distributed.global_state
 def write_of_every_process(*args, **options):
@@ -43,12 +52,9 @@ def write_of_every_process(*args, **options):
     finally:
         state.process_id = own
 compiler._cache_write = write_of_every_process
-sys.argv[0] = {str(EXAMPLE)!r}
-sys.path.insert(0, {str(EXAMPLE.parent)!r})
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The example. On CPU each process has programs of its own, and JAX keeps those of process 0 alone.
-On GPUs all processes have the same key in the cache, and need no such change."""
+"""On CPU each process has programs of its own, and JAX keeps those of process 0 alone. On GPUs all
+processes have the same key in the cache, and need no such change."""
 
 KINDS = {
     "steps": "steps that count",
@@ -67,16 +73,14 @@ COLORS = ["#2a9d5c", "#e9c46a", "#d62828", "#f4a261", "#457b9d", "#8d99ae", "#6d
 class Watched:
     """Supervisors on all hosts, and the faults."""
 
-    def __init__(
-        self, made: Hosts, folder: Path, checkpoint_every: int, options: list[str]
-    ) -> None:
+    def __init__(self, made: Hosts, folder: Path, options: list[str], own: list[str]) -> None:
         self.made, self.folder = made, folder
         hosts = ",".join(f"{made.address(i)}:{PORT}" for i in range(made.n))
         training = [
-            sys.executable, "-u", "-c", TRAINING, "--steps", "1000000", "--batch-size", "1",
-            "--checkpoint-every", str(checkpoint_every), "--checkpoint-dir", str(folder / "kept"),
+            sys.executable, "-u", "-c", (TRAINING if made.gpus else CACHE_OF_ALL + TRAINING),
+            "--steps", "1000000", "--batch-size", "1", "--checkpoint-dir", str(folder / "kept"),
             "--coordinator", "{coordinator}", "--num-processes", "{processes}",
-            "--process-id", "{process_id}", "--out", str(folder / "runs"),
+            "--process-id", "{process_id}", "--out", str(folder / "runs"), *own,
         ]  # fmt: skip
         self.command = ["--hosts", hosts, *options, "--", *training]
         self.env = {
@@ -237,6 +241,8 @@ def main(
     wait: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
     ready: Annotated[str, typer.Option(help="modules, as of dynamiq-jax run")] = "",
     kinds: Annotated[str, typer.Option(help="faults, by commas")] = ",".join(FAULTS),
+    gpus: Annotated[int, typer.Option(min=0, help="of each host; 0: a virtual CPU device")] = 0,
+    model: Annotated[str, typer.Option(help="as of train_multihost.py")] = "tiny",
     warm: Annotated[bool, typer.Option(help="fill the compilation cache first")] = True,
     out: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/goodput"),
 ) -> None:
@@ -249,8 +255,9 @@ def main(
     folder, faults = out.absolute(), []
     options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
     options += ["--ready", ready] if ready else []
-    with Hosts(hosts, devices=1) as made:
-        watched = Watched(made, folder, checkpoint_every, options)
+    own = ["--model", model, "--checkpoint-every", str(checkpoint_every)]
+    with Hosts(hosts, devices=None if gpus else 1, gpus=gpus or None) as made:
+        watched = Watched(made, folder, options, own)
         began = until_steps(watched)
         if warm:  # one fault that does not count, after which the cache is full
             time.sleep(5)

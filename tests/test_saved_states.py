@@ -13,6 +13,7 @@ from cases import EXACT
 from flax import nnx, serialization
 from flax.jax_utils import replicate
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of, promoting
 
 import dynamiq_jax as dq
@@ -53,6 +54,30 @@ def test_a_state_of_nnx_goes_to_an_optimizer_on_other_workers(form):
     arrays = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(four))["opt_state"])
     assert opt_state.sent.step.value.shape == (4,)
     assert arrays["sent"]["step"]["value"].shape == (4,)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_specs_of_an_optimizer_of_nnx(form):
+    """They are the shardings of its leaves; a state without types does not tell them."""
+    _, optimizer = module(8)
+    state, given = nnx.state(optimizer), FORMS[form](optimizer)
+    if given is not optimizer:
+        with pytest.raises(ValueError, match=r"in the place of nnx\.state\(optimizer\) pass"):
+            dq.optax.state_specs(given)
+        return
+    specs = nnx.state(dq.optax.state_specs(optimizer))
+    assert jax.tree.structure(specs) == jax.tree.structure(state)
+    for x, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
+        assert x.sharding.is_equivalent_to(jax.NamedSharding(mesh_of(8), spec), x.ndim)
+
+
+def test_specs_of_a_memory_without_its_type():
+    state = {"memory": dq.optax.state.PerWorker({"w": np.zeros((8, 4))}, "data")}
+    assert dq.optax.state_specs(state)["memory"].value == {"w": P("data")}
+    with pytest.raises(ValueError, match="number of workers"):
+        dq.optax.state_specs(serialization.to_state_dict(state))
+    others = {"memory": {"value": np.zeros(4)}}
+    assert dq.optax.state_specs(others) == {"memory": {"value": P()}}
 
 
 @pytest.mark.parametrize("deferred", [False, True])

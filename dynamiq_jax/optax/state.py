@@ -10,7 +10,8 @@ import functools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import jax
@@ -146,12 +147,38 @@ def state_specs(opt_state: Tree) -> Tree:
     and all other leaves get ``P()``.
 
     Args:
-      opt_state: the state, or its shapes (`jax.ShapeDtypeStruct`s).
+      opt_state: the state, or its shapes (`jax.ShapeDtypeStruct`s); also an `nnx.Optimizer`, whose
+        specs are then ``nnx.state(dq.optax.state_specs(optimizer))``.
 
     Returns:
       A tree like ``opt_state``, of specs.
+
+    Raises:
+      ValueError: ``opt_state`` has the arrays of `sharded` or `all_reduce` without their types, as
+        `nnx.state` of an optimizer has, so that it does not tell how they are sharded.
     """
+    if _is_untyped(opt_state, map(name_of, _paths(opt_state))):
+        raise ValueError(
+            f"opt_state does not say {_WHICH}; in the place of nnx.state(optimizer) pass the "
+            "nnx.Optimizer: nnx.state(dq.optax.state_specs(optimizer))"
+        )
     return _specs(opt_state)
+
+
+_WHICH = "which leaves depend on the number of workers"
+
+
+def _paths(tree: Any) -> Iterable[tuple]:
+    return (path for path, _ in jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _is_untyped(tree: Any, names: Iterable[Name]) -> bool:
+    """Whether leaves have the names of parts, and the tree has no `Part`: Flax makes dicts of them.
+
+    A variable's last key is "value", also that of somebody else's "memory".
+    """
+    own = {("sent", "step"), ("memory", "value")}
+    return not _parts(tree) and any(own & {*pairwise(name[:-1])} for name in names)
 
 
 def _specs(opt_state: Tree) -> Tree:
@@ -208,9 +235,9 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             remedy = "pass the optimizer and the parameters that it was saved with"
-            if not _parts(fresh) and any("sent" in name for name in old):  # their types are lost
+            if _is_untyped(fresh, old):
                 remedy = (
-                    "fresh does not say which leaves depend on the number of workers; in the place "
+                    f"fresh does not say {_WHICH}; in the place "
                     "of nnx.state(optimizer) pass the nnx.Optimizer itself"
                 )
             raise ValueError(

@@ -32,15 +32,17 @@ OWN = Client(
     package="levanter", repository="marin-levanter", commit="0.2.20",
     options={"explicit": True},
 )  # fmt: skip
-AUTO = (
-    IMPORT,
-    Change(
-        GRADIENTS.old,
-        """grad_fn = dq.equinox.filter_value_and_grad(
+CALL_ON_AUTO = """grad_fn = dq.equinox.filter_value_and_grad(
             loss_fn, has_aux=True, axis_name="data", mesh=self.device_mesh, compression=METHOD,
             weight=lambda _, example, key: example.loss_weight["position", :-1].sum().array)
-""",
-    ),
+"""
+SPECS = """,
+            specs=hax.partitioning.pspec_for(
+                eqx.filter(model, eqx.is_inexact_array), self.parameter_axis_mapping))
+"""
+AUTO = (
+    IMPORT,
+    Change(GRADIENTS.old, CALL_ON_AUTO),
     Change(
         "            self.mp,\n            self.compute_axis_mapping,\n        )\n",
         "            self.mp,\n            {},\n        )\n",
@@ -52,13 +54,17 @@ AUTO = (
     ),
 )
 """Workers run the loss on their own rows, in a map, where haliax has nothing to split."""
+SHARDED = (AUTO[0], Change(GRADIENTS.old, CALL_ON_AUTO[:-2] + SPECS), *AUTO[2:])
 VARIANTS = {
     "DP": dataclasses.replace(OWN, patch=AUTO, mesh="8 data, Auto", options={"explicit": False}),
     "DP, Explicit": OWN,
+    "FSDP": dataclasses.replace(
+        OWN, patch=SHARDED, mesh="8 data, Auto", options={"explicit": False, "over": "embed"}
+    ),
 }
 
 
-def train(steps: int, explicit: bool) -> Trained:
+def train(steps: int, explicit: bool, over: str = "") -> Trained:
     stand_in(*PACKAGES)
     import haliax
     import jax
@@ -75,7 +81,7 @@ def train(steps: int, explicit: bool) -> Trained:
         max_seq_len=LENGTH, hidden_dim=128, intermediate_dim=512, num_heads=8, num_kv_heads=8,
         num_layers=2,
     )  # fmt: skip
-    mesh = trainer.MeshConfig(param_mapping={})  # parameters are whole on all devices
+    mesh = trainer.MeshConfig(param_mapping={over: "data"} if over else {})  # else replicated
     config = trainer.TrainerConfig(
         tracker=NoopConfig(), train_batch_size=ROWS, num_train_steps=steps, mesh=mesh,
         log_jaxprs=False, log_xla_hlo=False, use_explicit_mesh_axes=explicit,

@@ -35,8 +35,36 @@ OWN = Client(
     patch("data"), package="src/maxtext", repository="AI-Hypercomputer/maxtext",
     commit="e591f30c", options={"parallelism": {"ici_data_parallelism": 8}},
 )  # fmt: skip
+UTILS, STATE = "src/maxtext/utils/train_utils.py", "src/maxtext/utils/maxtext_utils.py"
+NAMED = "state_mesh_shardings = maxtext_utils_nnx.nnx_extract_named_sharding(abstract_state)\n"
+UPDATES = (
+    *patch("data", ", unreduced=True"),
+    Change(
+        "grads = maxtext_utils.apply_gradient_clipping(raw_grads, None, "
+        "config.gradient_clipping_threshold)",
+        "grads = raw_grads",
+    ),
+    Change(
+        "  tx = optimizers.get_optimizer(config, learning_rate_schedule, model)\n",
+        """  tx = optimizers.get_optimizer(config, learning_rate_schedule, model)
+  tx = dq.optax.sharded(tx, "data", mesh=model.mesh, compression=METHOD,
+      max_norm=config.gradient_clipping_threshold)
+""",
+        UTILS,
+    ),
+    Change("import jax\n", "import jax\nimport dynamiq_jax as dq\n", UTILS),
+    Change(
+        NAMED,
+        f"""{NAMED}  state_mesh_shardings.optimizer = jax.tree.map(
+      lambda p: NamedSharding(mesh, p), nnx.state(dq.optax.state_specs(abs_model.optimizer)))
+""",
+        STATE,
+    ),
+    Change("import jax\n", "import jax\nimport dynamiq_jax as dq\n", STATE),
+)
 VARIANTS = {
     "DP": OWN,
+    "sharded updates": dataclasses.replace(OWN, patch=UPDATES),
     "FSDP": dataclasses.replace(
         OWN,
         mesh="8 fsdp, Auto",
