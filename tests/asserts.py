@@ -55,6 +55,18 @@ def assert_copies_equal(tree) -> None:
             assert_same_bits(data, first.setdefault(str(shard.index), data))
 
 
+def assert_same_arithmetic(found, expected) -> None:
+    """Two programs compute the same numbers, in the same order.
+
+    With JAX 0.10 results have the same bits. Later compilers for CPU round the one product of a
+    multiply and add that they fuse in one of the programs alone, which is seen in the last bit.
+    """
+    if jax.__version_info__ < (0, 11):
+        assert_same_bits(found, expected)
+    else:
+        assert_close(found, expected, rtol=2**-22, atol=2**-22)
+
+
 def assert_replicas_equal(tree) -> None:
     """All slices along the leading worker axis have the same bits."""
     for leaf in jax.tree.leaves(tree):

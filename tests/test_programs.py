@@ -91,7 +91,21 @@ def test_a_loaded_program_computes_the_same_bits(folder, devices):
     assert_same_bits(results(loaded, given := arguments(devices)), expected)
     assert (first.count, second.count) == (1, 0)
     assert [leaf.is_deleted() for leaf in jax.tree.leaves(given)] == donated
-    assert jax.config.jax_enable_compilation_cache
+
+
+def test_processes_may_share_what_they_compile(folder):
+    """JAX shares programs only where it has a cache, and none that a process found in its own."""
+    events, step, given = [], step_of(), arguments()
+    results(step, given)  # which JAX's cache now has
+    jax.clear_caches()
+    given, listen = arguments(), lambda event, **_: events.append(event)
+    jax.monitoring.register_event_listener(listen)
+    try:
+        load_or_compile(step, *given, key=0.5)
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+    assert [event.rpartition("/")[2] for event in events].count("cache_misses") == 1
+    assert jax.config.jax_compilation_cache_dir == str(folder)
 
 
 def test_another_program_is_not_taken_for_it(folder, monkeypatch):

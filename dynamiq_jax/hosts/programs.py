@@ -11,6 +11,7 @@ import os
 import pickle
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     # Tracing may ask all processes, so none of them loads what another one traces.
     if found is not None and (everywhere == told).all():
         return found
-    with _without_cache():
+    with _empty_cache():
         step.clear_cache()
         compiled = lower(*args).compile()
     _keep(file, compiled)
@@ -82,16 +83,22 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """Lets JAX compile itself: on CPU what came from its cache serializes without its functions."""
-    before = jax.config.values["jax_enable_compilation_cache"]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX looks at the setting once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
+def _empty_cache() -> Iterator[None]:
+    """Lets JAX's cache of programs be an empty folder.
+
+    On CPU what came from the cache serializes without its functions. Without any cache processes
+    would not share programs (``jax_share_binary_between_hosts``): GPUs then tune kernels apart,
+    and wait for each other if the order of their collectives differs.
+    """
+    before = jax.config.values["jax_compilation_cache_dir"]
+    with tempfile.TemporaryDirectory(prefix="dynamiq_jax-") as folder:
+        try:
+            jax.config.update("jax_compilation_cache_dir", folder)
+            compilation_cache.reset_cache()  # JAX looks at the setting once
+            yield
+        finally:
+            jax.config.update("jax_compilation_cache_dir", before)
+            compilation_cache.reset_cache()
 
 
 def _digest(step: Any, args: Any, key: object) -> Any:
