@@ -133,8 +133,8 @@ def scan(
         order = count, reverse, unroll
         return scan_outside(total, partial(_closed, f), init, xs, order, key_words(key))
     reducer = reducer_of_rows(total, xs, "scan", specs=specs, copies=copies)
-    # The body is traced ahead of the derivative: what it closes over becomes arguments of a function
-    # with a derivative of its own, which returns their gradients.
+    # The body is traced ahead of the derivative: what it closes over becomes arguments, or the
+    # backward pass could not return gradients of these.
     init, shared, body = _closed(f, init, whole_row(reducer, xs, copies), count)
     part = Layers(Loop(body, count, reverse, unroll, alone=True), reducer, 0)
     chain = Chain(axis, (part,), Traces(), reshard_after_forward)
