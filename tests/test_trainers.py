@@ -23,6 +23,23 @@ ON_LINES = """dq.optax.sharded(  # 1: was {}
 GRADIENTS = """dq.{}value_and_grad(  # 2
         {}, axis_name="data", compression=compression, unreduced=True
     )"""
+
+
+def replaced(code, changes):
+    for old, new in changes.items():
+        assert code.count(old) == 1, f"{code.count(old)} times {old!r}"
+        code = code.replace(old, new)
+    return code
+
+
+EQUINOX_DP = replaced(
+    EQUINOX,
+    {
+        ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
+        "# 2: was eqx": "# 1: was eqx",
+        ", unreduced=True": "",
+    },
+)
 PLAIN = {
     "keras": (
         KERAS,
@@ -38,6 +55,14 @@ PLAIN = {
             ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
             """dq.equinox.filter_value_and_grad(  # 2: was eqx.filter_value_and_grad
         net_loss, axis_name="data", compression=compression, unreduced=True
+    )""": "eqx.filter_value_and_grad(net_loss)",
+        },
+    ),
+    "equinox, data parallel": (
+        EQUINOX_DP,
+        {
+            """dq.equinox.filter_value_and_grad(  # 1: was eqx.filter_value_and_grad
+        net_loss, axis_name="data", compression=compression
     )""": "eqx.filter_value_and_grad(net_loss)",
         },
     ),
@@ -80,13 +105,6 @@ loss = sum(losses[-WINDOW:]) / WINDOW
 """Scripts by name, each with texts and what its library has in their places."""
 
 
-def replaced(code, changes):
-    for old, new in changes.items():
-        assert code.count(old) == 1, f"{code.count(old)} times {old!r}"
-        code = code.replace(old, new)
-    return code
-
-
 def script(name, how, seed=0):
     """A recipe natively, by the exact method or by 5 bits, and a start with batches of a seed."""
     code, plain = PLAIN[name]
@@ -103,9 +121,10 @@ def loss_of(execute, monkeypatch):  # noqa: F811
     """The last loss of a script, which skips without its library."""
 
     def loss_of(name, how, seed=0):
-        if name in ("keras", "equinox"):
+        library = name.partition(",")[0]
+        if library in ("keras", "equinox"):
             monkeypatch.setenv("KERAS_BACKEND", "jax")
-            pytest.importorskip(name, reason="pip install '.[clients]'", exc_type=ImportError)
+            pytest.importorskip(library, reason="pip install '.[clients]'", exc_type=ImportError)
         code, start = script(name, how, seed)
         found = execute(code, f"{name}, {how}", start)
         return float(found["loss"]), found
