@@ -166,6 +166,7 @@ class Flow(Generic[Value]):
         """The values that a loop carries once another ``step`` adds nothing, and its rows."""
         while True:
             made = step(carry)
+            # Facts only grow by joining, so this ends.
             after = [self.join(own) for own in zip(carry, made, strict=False)]
             if after == carry:
                 return carry, made[len(carry) :]
@@ -307,10 +308,12 @@ class _Passed(Flow[_Argument]):
 
     def join(self, facts: Sequence[_Argument]) -> _Argument:
         """See `Flow`."""
+        # A choice between two arguments is neither of them.
         return facts[0] if len({*facts}) == 1 else None
 
     def made(self, equation: JaxprEqn, operands: list[_Argument]) -> list[_Argument]:
         """See `Flow`."""
+        # These primitives have as many results as operands.
         return operands if name_of(equation) in SAME else [None] * len(equation.outvars)
 
     def row(self, scan: JaxprEqn, fact: _Argument) -> _Argument:
