@@ -166,10 +166,10 @@ def record(
       axis: the axes over which values are typed as varying.
       manual: all axes of the map; the others have one device.
     """
-    found: list[tuple[Any, Any]] = []
+    traces: list[tuple[Any, Any]] = []
 
     def trace(numbers: Any) -> Any:
-        found.append(jax.make_jaxpr(function, return_shape=True)(*args))
+        traces.append(jax.make_jaxpr(function, return_shape=True)(*args))
         return numbers
 
     for name in manual:  # gives the names to collectives in the function
@@ -185,9 +185,9 @@ def record(
         if unset:
             with contextlib.suppress(Exception):
                 jax.eval_shape(trace, numbers)
-        if not found:
+        if not traces:
             raise
-    (closed, shapes), *_ = found
+    (closed, shapes), *_ = traces
     return Recorded(closed, jax.tree.structure(shapes), axis)
 
 

@@ -133,10 +133,10 @@ def owned(
     in an array that is split, or other axes split a matrix.
     """
     program = flat(closed)
-    found = _Finder(axis)
-    if not found.take(program, specs, result_specs):
+    finder = _Finder(axis)
+    if not finder.take(program, specs, result_specs):
         return None
-    steps = found.ordered(program)
+    steps = finder.ordered(program)
     return None if steps is None else Schedule(program, steps)
 
 

@@ -180,7 +180,7 @@ def _of_words(
     These operations depend only on seed words and on constants. They include operations without
     arguments, if others need these.
     """
-    seeds, found = set(words), {}
+    seeds, seeding = set(words), {}
     if not seeds:
         return (), seeds
     free: dict[Slot, dict[tuple[Slot, ...], Operation]] = {slot: {} for slot in constants}
@@ -198,9 +198,9 @@ def _of_words(
         if seeds.isdisjoint(takes):
             free |= dict.fromkeys(op.makes, needs | {op.makes: op})
         else:
-            found |= needs | {op.makes: op}
+            seeding |= needs | {op.makes: op}
             seeds.update(op.makes)
-    return tuple(found.values()), seeds
+    return tuple(seeding.values()), seeds
 
 
 def seeds_of(traced: Traced, words: Array) -> dict[Slot, Array]:
@@ -369,9 +369,9 @@ class Progress:
     def holding(self, held: Mapping[Slot, Array]) -> "Progress":
         """A call in the same state, of which this is `held`: in a loop that of the turn before."""
         values = {**self._traced.constants, **held}
-        found = Progress(self._traced, values, list(self._waits), self._round)
-        found.computed = self.computed
-        return found
+        same = Progress(self._traced, values, list(self._waits), self._round)
+        same.computed = self.computed
+        return same
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call with this `payload`; its last kernels have not run."""

@@ -638,7 +638,7 @@ def _users(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
 
 def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
     """The results of all uses of a variable, where each is one of `ON_AUTO`; else `None`."""
-    found: list[Any] = []
+    results: list[Any] = []
     if variable in jaxpr.outvars:
         return None
     for equation in _users(jaxpr).get(variable, ()):
@@ -646,7 +646,7 @@ def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
         if sum(atom is variable for atom in equation.invars) != 1:
             return None
         if name_of(equation) in ON_AUTO:
-            found += equation.outvars
+            results += equation.outvars
         elif name_of(equation) in JITS:
             inner = with_constants(inner_jaxprs(equation)[0])[0]
             (place,) = (i for i, atom in enumerate(equation.invars) if atom is variable)
@@ -655,10 +655,10 @@ def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
             if made is None or any(_users(inner).get(x) or x not in inner.outvars for x in made):
                 return None
             pairs = zip(equation.outvars, inner.outvars, strict=True)
-            found += [outer for outer, x in pairs if x in made]
+            results += [outer for outer, x in pairs if x in made]
         else:
             return None
-    return found
+    return results
 
 
 def _resharded(equation: JaxprEqn, operand: Value, kept: bool) -> list[Any]:

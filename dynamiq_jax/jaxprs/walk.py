@@ -239,14 +239,14 @@ def inputs_of(program: Any, takes: Takes, *, alone: bool = False, ends: str = ""
     If ``alone``, operands count that are made of one input, and of nothing else in the program. The
     results of the primitive ``ends`` count as data.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
 
     def watch(sources: _Numbers) -> None:
-        found.update(sources if not alone or len(sources) == 1 else ())
+        numbers.update(sources if not alone or len(sources) == 1 else ())
 
     count = len(with_constants(program)[0].invars)
     _Sources(watch, takes, ends)(program, [_Numbers({i}) for i in range(count)])
-    return found - {DATA}
+    return numbers - {DATA}
 
 
 def inputs_behind(program: Any, ends: str) -> set[int]:

@@ -146,8 +146,8 @@ def on_explicit_axes(axis: Axis, updates: Any, params: Any) -> Outside:
     mesh = mesh_of((updates, params))
 
     def specs_of(tree: Any) -> tuple[P, ...]:
-        found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
-        return tuple(P(*spec.partitions, unreduced=spec.unreduced) for spec in found)
+        specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+        return tuple(P(*spec.partitions, unreduced=spec.unreduced) for spec in specs)
 
     check_axes(updates, axis, mesh)
     moved = tuple(bool(unreduced_axes(x)) for x in jax.tree.leaves(updates))

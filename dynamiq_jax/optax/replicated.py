@@ -94,6 +94,7 @@ def all_reduce(
             try:
                 found = run(updates, folded, memory.value, metrics=metrics)
             except ValueError as error:
+                # The usual cause has a message of its own.
                 if "state has leaves" in str(error):
                     _check_whole(axis, updates)
                 raise
@@ -108,6 +109,7 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
     sizes, inside = known_sizes(axis)
 
     def first() -> Any:
+        # Any number above 1 tells whether the method has memory.
         known = sizes or (2,) * len(axis.names)
         return compression.init_state(params, known, stacked=not inside)
 

@@ -393,14 +393,14 @@ def _places(
         held.append(dataclasses.replace(leaf, shape=shape))
         split_by.append(entries)
         taken.append([d for d, k in enumerate(parts) if k > 1])
-    whole, found = [], []
-    told = divisions(compression, held, taken, sizes)
-    for leaf, entries, (large, dimension) in zip(leaves, split_by, told, strict=True):
+    whole, placed = [], []
+    divided = divisions(compression, held, taken, sizes)
+    for leaf, entries, (large, dimension) in zip(leaves, split_by, divided, strict=True):
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:
             whole.append(leaf)
-        found.append(P(*(names or None for names in entries)))
+        placed.append(P(*(names or None for names in entries)))
     nbytes = sum(leaf.nbytes for leaf in whole)
     # A few such leaves, as of odd embeddings, cost little; a tenth of all undoes the saving.
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
@@ -410,7 +410,7 @@ def _places(
             f"axis {axis.name!r} can split, and every worker updates all of them: {names}; make "
             f"one a multiple of {n}, or longer than {n} and not split by other axes",
         )
-    return found
+    return placed
 
 
 def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
@@ -421,13 +421,13 @@ def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
     """
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), placed, strict=True)
     named = [(path, x.shape, spec) for (path, x), spec in leaves]
-    found = []
+    splits = []
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         like = [(own, spec) for own, shape, spec in named if shape == x.shape]
         if len({spec for _, spec in like}) > 1:
             like = [(own, spec) for own, spec in like if path[len(path) - len(own) :] == own]
-        found.append(like[0][1] if like else P())
-    return found
+        splits.append(like[0][1] if like else P())
+    return splits
 
 
 # --- The first state ------------------------------------------------------------------------------

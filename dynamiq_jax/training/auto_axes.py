@@ -447,18 +447,18 @@ def same_everywhere(
     same, unless a `psum` or the like has made it so. `None` if the function cannot be traced with
     parameters of that type, such as a scan with a parameter as its first carry.
     """
-    found: list[bool] = []
+    is_same: list[bool] = []
 
     def run(params: Any, arrays: Any) -> None:
         own = jax.tree.map(axis.assume_invarying, params)
         results = jax.tree.leaves(function(own, arrays))
-        found.extend(axis.replicates(x) for x in results)
+        is_same.extend(axis.replicates(x) for x in results)
 
     try:
         jax.make_jaxpr(run)(params, arrays)
     except (TypeError, ValueError):
         return None
-    return found
+    return is_same
 
 
 class _Shards(NamedTuple):

@@ -92,12 +92,12 @@ def _children(x: Any) -> list[tuple[str, str, Any]]:
     """The parts of ``x``: (the name of a variable or "", the path from ``x``, the value)."""
     if inspect.isfunction(x):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        found = [(name, "", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        variables = [(name, "", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
         names = x.__code__.co_varnames[: x.__code__.co_argcount]
         # Defaults belong to the last positional parameters.
         defaults = x.__defaults__ or ()
-        found += [(n, "", v) for n, v in zip(names[-len(defaults) :], defaults, strict=False)]
-        return found + [(name, "", v) for name, v in (x.__kwdefaults__ or {}).items()]
+        variables += [(n, "", v) for n, v in zip(names[-len(defaults) :], defaults, strict=False)]
+        return variables + [(name, "", v) for name, v in (x.__kwdefaults__ or {}).items()]
     if isinstance(x, types.MethodType):
         return [("", "", x.__func__), ("", "", x.__self__)]
     if isinstance(x, functools.partial):

@@ -392,12 +392,12 @@ class ExplicitGrad(NamedTuple):
 
     def _held(self, given: _Leaves, deferred: Collection[int]) -> list[Array]:
         """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""
-        held = []
+        leaves = []
         for i, x in enumerate(given.leaves):
             reduced = frozenset(self.axis.names if i in deferred else ())
             spec = P(*self._whole(given.placed[i]), reduced=reduced)
-            held.append(x if i in given.own else resharded(x, self.mesh, spec))
-        return held
+            leaves.append(x if i in given.own else resharded(x, self.mesh, spec))
+        return leaves
 
     def _despite(
         self, error: Exception, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any

@@ -77,9 +77,9 @@ class Outside(NamedTuple):
 
     def summed(self, held: list[Array], step: Any, seeds: Seeds) -> list[Array]:
         """One layer's gradients, from terms of large leaves and sums of others."""
-        moving = iter(held)
+        gradients = iter(held)
         is_moving = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        tree = jax.tree.map(lambda x: next(moving) if is_moving(x) else None, self.like)
+        tree = jax.tree.map(lambda x: next(gradients) if is_moving(x) else None, self.like)
         words = seeds.words(self.loop.place(step))
         return jax.tree.leaves(reduce_unreduced(self.total, tree, words).tree)
 

@@ -193,9 +193,9 @@ class Pipeline:
     def inside(self, before: Progress | None) -> "Pipeline":
         """The pipeline in a turn of the loop, with the reduction that the turn before has begun."""
         # The same traces: a turn's reduction equals the one before the loop, which it continues.
-        found = Pipeline(self._seeds, self._traces)
-        found._ready = [] if before is None else [before]
-        return found
+        in_turn = Pipeline(self._seeds, self._traces)
+        in_turn._ready = [] if before is None else [before]
+        return in_turn
 
     def settle(self, begun: Progress) -> None:
         """Runs reductions to their ends, and that which has ``begun`` up to its payload."""
@@ -300,11 +300,11 @@ def without(pull: Callable, known: Any) -> Callable:
     leaves, treedef = jax.tree.flatten(pull)
     # By identity: JAX's pullback keeps the very arrays that it was given.
     places = {id(x): place for place, x in enumerate(jax.tree.leaves(known))}
-    found = [places.get(id(x)) for x in leaves]
-    kept = [x for x, place in zip(leaves, found, strict=True) if place is None]
+    known_at = [places.get(id(x)) for x in leaves]
+    kept = [x for x, place in zip(leaves, known_at, strict=True) if place is None]
 
     def pull_of(kept: list[Array], known: Any) -> Callable:
         given, rest = jax.tree.leaves(known), iter(kept)
-        return treedef.unflatten(next(rest) if at is None else given[at] for at in found)
+        return treedef.unflatten(next(rest) if at is None else given[at] for at in known_at)
 
     return jax.tree_util.Partial(pull_of, kept)

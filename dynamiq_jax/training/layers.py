@@ -399,9 +399,9 @@ class _Back:
 
     def finished(self, passing: Any) -> Any:
         """The gradient of the scan's input."""
-        found, added = passing
-        x = gradient_like(self._gradient, found)
-        return (gradient_like(self._kept.shared, added), x) if self._layers.loop.alone else x
+        of_x, of_shared = passing
+        x = gradient_like(self._gradient, of_x)
+        return (gradient_like(self._kept.shared, of_shared), x) if self._layers.loop.alone else x
 
 
 def row_of(stacked: Any, place: Any) -> Any:

@@ -82,9 +82,9 @@ def _closed_specs(
     told: Any, functions: tuple[Any, ...], arrays: Mapping[int, Any], axis: Axis
 ) -> dict[int, P | None]:
     """The spec of every array that functions close over, by its id; `None` where none is told."""
-    found: dict[int, P | None] = dict.fromkeys(arrays)
+    spec_of: dict[int, P | None] = dict.fromkeys(arrays)
     if told is None:
-        return found
+        return spec_of
     if isinstance(told, P):
         # One spec for all is for arrays of rows; keys and scalars go their own way.
         own = lambda x: told if x.ndim and not is_seed(x) else None
@@ -98,12 +98,12 @@ def _closed_specs(
     for name, spec in told.items():
         under = [key for key, (variable, _) in arrays.items() if variable.name == name]
         if spec is None or isinstance(spec, P):
-            found |= dict.fromkeys(under, spec)
+            spec_of |= dict.fromkeys(under, spec)
             continue
         leaves = jax.tree.leaves(variables[name])
         specs = flat_specs(spec, variables[name], axis.names)
-        found |= {id(x): own for x, own in zip(leaves, specs, strict=True) if id(x) in found}
-    return found
+        spec_of |= {id(x): own for x, own in zip(leaves, specs, strict=True) if id(x) in spec_of}
+    return spec_of
 
 
 class _Result(NamedTuple):

@@ -245,18 +245,18 @@ def leaf_specs(
     own = [(shown[i], args[i]) for i in places]
     own += [(name, kwargs[name]) for name in sorted(kwargs)]  # the order of a dict's leaves
     untold = P(axis.name, axis.name)  # stands for None: an axis twice is a spec of nothing
-    found: list[Told] = []
+    of_leaves: list[Told] = []
     for (name, value), spec in zip(own, told, strict=True):
         try:
             flat = flat_specs(spec, value, axis.names, untold=untold)
         except ValueError as error:
             raise ValueError(f"batch_specs of the loss's argument {name!r}: {error}") from None
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
-        found += [
+        of_leaves += [
             Told(name + jax.tree_util.keystr(path), None if s == untold else s)
             for path, s in zip(paths, flat, strict=True)
         ]
-    return found
+    return of_leaves
 
 
 def _check_names(
