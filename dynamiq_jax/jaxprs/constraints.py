@@ -282,7 +282,6 @@ def _run_map(params: dict[str, Any], axis: Axis, operands: list[Any], copies: _A
     def inner(*xs: Any) -> tuple[Any, ...]:
         return tuple(_replay(params["jaxpr"], axis, xs, copies | around))
 
-    # No axis is left for a map.
     if names == around:
         return inner(*operands)
     options = {key: params[key] for key in ("in_specs", "out_specs", "check_vma")}

@@ -200,7 +200,6 @@ def _results(equation: JaxprEqn, operands: list[_Value], source: JaxprEqn) -> li
     if name == "bitcast_convert_type" and shapes == made:  # to numbers of as many bits
         bind = functools.partial(equation.primitive.bind, **params)
         return [_elementwise(bind, name, source, operands, shapes)]
-    # Whatever the shape is, all entries stay equal.
     if name in RESHAPES and all(x.uniform for x in operands):
         return operands[:1]
     if name in ELEMENTWISE:
@@ -223,7 +222,6 @@ def _elementwise(
     """The result of an elementwise function for operands of these whole shapes."""
     pairs = list(zip(operands, shapes, strict=True))
     kinds = dict.fromkeys((shape, x.spec) for x, shape in pairs if not x.uniform)
-    # A slice decides the shape of all others.
     like = next((x for x in operands if x.spec is not None), None)
     if like is None:
         data = [x.full(shape) if kinds else x.data for x, shape in pairs]

@@ -183,7 +183,6 @@ class _Finder:
         owned = [v for v in operands if v in self.owner]
         split = [v for v in operands if v in self.split]
         elementwise = name_of(equation) in ELEMENTWISE or name_of(equation) in KEPT
-        # Slices run it, or every worker does.
         if not owned and (elementwise or not split):
             if split:
                 self._elementwise(equation, split)

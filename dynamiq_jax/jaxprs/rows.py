@@ -223,7 +223,6 @@ def _scan(equation: JaxprEqn, operands: list[_Value], types: _Types) -> list[_Va
         # The next turn would find rows along another dimension.
         if [x.row for x in made[: len(carry)]] != [x.row for x in carry]:
             raise _OtherError("scan")
-        # It is back in the stacked results.
         told[:] = [None if x.row is None else x.row + 1 for x in made[len(carry) :]]
         values = [x.data for x in made]
         return values[: len(carry)], values[len(carry) :]

@@ -855,7 +855,6 @@ def scan_typed(
 
 
 def _cond(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
-    # An integer, which has no typed twin.
     index = operands[0].plain()
 
     def run(inner: _Inner) -> list[Any]:

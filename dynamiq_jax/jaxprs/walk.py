@@ -313,7 +313,6 @@ class _Passed(Flow[_Argument]):
 
     def made(self, equation: JaxprEqn, operands: list[_Argument]) -> list[_Argument]:
         """See `Flow`."""
-        # These primitives have as many results as operands.
         return operands if name_of(equation) in SAME else [None] * len(equation.outvars)
 
     def row(self, scan: JaxprEqn, fact: _Argument) -> _Argument:

@@ -48,7 +48,6 @@ class Outside(NamedTuple):
 
         def local(updates: Any, *rest: Any) -> Any:
             if self.stacked:
-                # A device has the terms of one worker.
                 updates = jax.tree.map(lambda x: x[0], updates)
             # A sum also for a mean: the loss has divided by all examples already.
             return step(updates, *rest, op="sum", moved=self.moved)

@@ -94,7 +94,6 @@ def all_reduce(
             try:
                 found = run(updates, folded, memory.value, metrics=metrics)
             except ValueError as error:
-                # The usual cause has a message of its own.
                 if "state has leaves" in str(error):
                     _check_whole(axis, updates)
                 raise

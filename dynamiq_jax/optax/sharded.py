@@ -309,7 +309,6 @@ def sharded(
 
     def auto_mesh(tree: Any) -> Mesh | AbstractMesh | None:
         """The mesh outside of maps if its axes are Auto."""
-        # Inside a map there is nothing to place.
         found = None if axis.mapped else auto_mesh_of(axis, tree, mesh)
         return found if found is mesh or not is_outside(axis, tree) else None
 
@@ -325,7 +324,7 @@ def sharded(
             with set_around(around, alone=True):
                 return start(params)
         placed = lambda x: placement_of(x, around) or P()
-        # Inside of the program that makes the state tracers hide these shardings.
+        # Inside of the program that makes the state, tracers hide these shardings.
         own = jax.tree.map(placed, params) if specs is None else specs
         return placed_state(lambda x: start._replace(specs=own)(x), params, around)
 
@@ -339,7 +338,6 @@ def sharded(
         if deferred:
             check_deferred()
         _check_alike("params", params, state)
-        # Leaves are paired by their order from here on.
         _check_alike("gradients", updates, state, is_leaf=is_terms)
         if axis.mapped and not has_terms(updates):
             moved = (True,) * len(jax.tree.leaves(updates))

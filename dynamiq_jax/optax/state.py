@@ -134,7 +134,6 @@ def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
             # Compiled, so that no device ever holds the whole state.
             return jax.jit(start, out_shardings=shardings)(params)
         except ValueError as error:
-            # Other errors are of the optimizer.
             if "incompatible devices" not in str(error):
                 raise
             raise ValueError(
@@ -180,7 +179,6 @@ def _is_untyped(tree: Any, names: Iterable[Name]) -> bool:
 
     A variable's last key is "value", also that of somebody else's "memory".
     """
-    # The last key of a variable is left out below.
     own = {("sent", "step"), ("memory", "value")}
     return not _parts(tree) and any(own & {*pairwise(name[:-1])} for name in names)
 

@@ -102,9 +102,8 @@ def reduce_unreduced(
 
     own = dataclasses.replace(total, op="sum").with_specs(moving(terms))
     own = own.placed([targets[i] for i in moves], over=axes_above_one(axis.names, mesh.shape))
-    # Without terms there is no map: the tree stays as it is.
     found = Reduced(moving(leaves), None, None)
-    # A state goes through even where nothing moves, so that its structure stays.
+    # A state and metrics come out of the map even where nothing moves.
     if moves or state is not None or metrics:
         pairs = zip(terms, leaves, strict=True)
         given = moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs])

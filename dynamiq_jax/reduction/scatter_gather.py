@@ -362,7 +362,6 @@ class NativeScatter(NamedTuple):
         """See `Rule`."""
         found, divisor = {}, self.cut.n_workers if self.op == "mean" else 1
         for leaf, _, wire in leaves:
-            # Cast for the wire: XLA sums in that dtype.
             x, at = values[leaf.index], {"scatter_dimension": self.cut.dimension(leaf)}
             total = lax.psum_scatter(x.astype(wire), self.axis.names, tiled=True, **at)
             found[leaf.index] = divide(total, divisor, x.dtype)
@@ -554,7 +553,6 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
         # The payload stands in the place of its bucket's first leaf; see `Gather.joined`.
         values[bucket.leaves[0].index] = payload
     found, _, _ = run(plan, Gather(axis, cut, to, packed=True), values, words)
-    # Exact leaves came first.
     return packed.treedef.unflatten(x for _, x in sorted(found.items()))
 
 

@@ -325,7 +325,6 @@ class AutoGrad:
             found = self.loss(params, told.join(arrays))
             return found[0] if self.wanted.has_aux else found
 
-        # Aux may be anything; the gradients are those of the loss alone.
         reduced = scans.leaves(alone, params, arrays)
         with scans.trace("exchanges" if reduced else "plain"):
             return self._differentiated(told, params, arrays), reduced
@@ -408,7 +407,6 @@ class AutoGrad:
         # The loss varies only because parameters are typed so: it may have no examples at all.
         unsplit = all(map(axis.replicates, arrays)) and not axis.replicates(value)
         pairs = zip(aux, words, strict=True)
-        # So says the type, which parameters make varying as well.
         doubtful = [word == "same" and not axis.replicates(x) for (_, x), word in pairs]
         if not unsplit and not any(doubtful):
             return

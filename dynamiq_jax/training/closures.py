@@ -117,7 +117,7 @@ def _children(x: Any) -> list[tuple[str, str, Any]]:
 
 def _node(x: Any) -> list[tuple[Any, Any]] | None:
     """The children of a pytree node, with their paths; `None` of a leaf."""
-    # Any other object is a leaf, so this gives the children alone.
+    # All but ``x`` counts as a leaf, so these are its children.
     found = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
     return None if len(found) == 1 and found[0][1] is x else found
 

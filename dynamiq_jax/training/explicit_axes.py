@@ -467,7 +467,6 @@ class ExplicitGrad(NamedTuple):
             return _scalar(value), aux
 
         def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
-            # All leaves have a plain twin, and large ones a typed one, too.
             own = [parameter(typed.get(i), x, i, found) for i, x in enumerate(plain)]
             # The batch goes in as arguments: arrays in the program itself are constants, and their
             # uses are no uses with examples.

@@ -112,7 +112,6 @@ class Outside(NamedTuple):
         carry = step(inexact_leaves(gradient), last)
         carry, rows = self.loop.scan(turn, carry, range(last - 1, -1, -1))
         held, added, passing = carry
-        # The last terms travel after the loop.
         first = self.summed(held, 0, seeds)
         found = [jnp.concatenate([x, y[None]]) for x, y in zip(rows, first, strict=True)]
         # They are in the order of the backward pass, which is that of layers if it is reversed.

@@ -142,7 +142,6 @@ def length_of(stacked: Any, length: int | None = None) -> int:
                 f"leaf {leaf.name} of the stacked parameters is a scalar; stack the layers of each "
                 "leaf along its first dimension, as for jax.lax.scan"
             )
-        # One name for each length is enough for the message.
         lengths[leaf.shape[0]] = leaf.name
     if length is not None:
         lengths.setdefault(length, "length=")
@@ -263,7 +262,6 @@ class Layers(NamedTuple):
         carry = x, mine.result, kept(mine), current
         carry, (rows, outputs) = loop.scan(turn, carry, range(loop.length - 1))
         x, own, payload, current = carry
-        # The last step is beside the gather of the function that follows.
         x, output, pull = applied(own, beside.send(x))
         # The loop has stacked all outputs but that of the last step.
         outputs = jax.tree.map(lambda y, z: jnp.concatenate([y, z[None]]), outputs, output)
@@ -377,7 +375,6 @@ class _Back:
                 # Where nothing travels the gradient of this very step is done.
                 done, at = (begun, t) if before is None else (before, t + 1)
                 rows = self._written(rows, done, at)
-                # What was gathered for the next turn.
                 own = None if coming is None else coming.result
                 return ((passing, own, rows), None if held is None else begun.held), None
 

@@ -181,7 +181,6 @@ def is_seed(x: Any) -> bool:
     """
     if is_key(x):
         return jnp.ndim(x) == 0
-    # By the default generator, whose keys may have two words or four.
     words = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return (jnp.shape(x), jnp.result_type(x)) == (words.shape, words.dtype)
 
@@ -414,7 +413,6 @@ def _placed_closed(
         own = P() if spec is None else spec
         _check_divides(name, shape, own, mesh, axis)
         specs.append(own)
-    # All that were guessed, whole ones included.
     split = [name for (name, spec, _), _ in arrays if name in untold]
     if untold:
         found = {own.name: spec for (own, _), spec in zip(arrays, specs, strict=True)}

@@ -311,7 +311,6 @@ class Chain(NamedTuple):
         pipeline, finals = Pipeline(seeds), []
         rows = [*zip(self.parts, self._gathers(seeds, None), kept, strict=True)]
         found = [part.last_gather(gathers, needs) for part, gathers, needs in rows]
-        # Of the last function, again beside nothing.
         gradient = arrive(found[-1], send(found[-1], gradient))
         # Beside a function's backward pass the gather of the function before it.
         before = zip(found, [None, *found[:-1]], strict=True)

@@ -122,7 +122,6 @@ def scan(
         if around.mode != "exchanges":
             return lax.scan(f, init, marked(xs) if around.mode == "marks" else xs, *loop)
     elif not axis.mapped:
-        # An evaluation; only its derivative is an error.
         return lax.scan(f, init, _evaluated(xs, axis), *loop)
     gathers = gathers_of(compression)
     check_key(key, axis if axis.mapped else None)

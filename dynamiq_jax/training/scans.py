@@ -93,7 +93,7 @@ class Scans:
                 "value_and_grad has a compression by path, and paths in a scan are those of one "
                 "layer, without the name of the stack; pass scan(compression=...) for these"
             )
-        # From above: small numbers are those of functions and layers.
+        # From above: small numbers are folded in elsewhere.
         if key is None and self.key is not None:
             key = jax.random.fold_in(self.key, (1 << 32) - self.calls)
         return self.total.op, theirs if compression is None else compression, key
@@ -113,7 +113,6 @@ class Scans:
         count = len(jax.tree.leaves(params))
         scanned = inputs_of(program, _marked)
         others = inputs_behind(program, _mark.name)
-        # Arguments follow the parameters.
         if scanned and max(scanned) >= count:
             reason = (
                 "an operand of it depends on an argument that is no parameter, as a mask of "
