@@ -171,7 +171,7 @@ def map_rows(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | Non
     derivative leaves each device its term.
     """
     params = equation.params
-    # JAX has renamed this parameter.
+    # Versions of JAX name this parameter differently.
     manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     names, specs = frozenset(params[manual]), list(params["in_specs"])
     shardings = [jax.typeof(x).sharding for x in operands]
