@@ -407,7 +407,7 @@ def test_losses_of_another_form_are_named_with_a_remedy(kind):
 
 
 def test_operators_of_one_workers_gradients_are_refused_with_a_remedy():
-    """Those of Python's numbers do not ask the node for an array."""
+    """A number of Python does not ask the node for an array."""
     terms = WorkerTerms(jnp.ones((8, 4)), Placement(auto_mesh(), ("data",), P()))
     for f in (lambda g: 0.1 * g, lambda g: g / 2, lambda g: np.ones(4) - g, lambda g: -g):
         with raises(ValueError, "terms of 8 workers", "dq.psum(grads, 'data')", "divide the loss"):

@@ -543,7 +543,7 @@ def set_of_leaves(axis: Axis, tree: Any) -> contextlib.AbstractContextManager[An
     """Sets the Explicit mesh that arrays are on if none is set: `jnp.zeros` is on no other."""
     if is_traced(tree) or not get_abstract_mesh().empty or not is_outside(axis, tree):
         return contextlib.nullcontext()
-    return jax.set_mesh(next(x for x in meshes_of(tree) if not x.empty))
+    return jax.set_mesh(next(x for x in meshes_of(tree) if isinstance(x, Mesh) and not x.empty))
 
 
 def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:

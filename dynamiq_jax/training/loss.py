@@ -115,7 +115,7 @@ class Wanted(NamedTuple):
 
 
 def _form(value: Any) -> str:
-    """What an argument or result is, in words."""
+    """The type of a result, in words, and its length."""
     sized = isinstance(value, tuple | list | Mapping)
     return f"a {type(value).__name__}" + (f" of {len(value)}" if sized else "")
 
