@@ -24,6 +24,14 @@ OWN_MEMORY = """
 unset COORDINATOR NUM_HOSTS HOST_ID  # which an engine does not set
 mkdir -p {shm} && mount --bind {shm} /dev/shm && exec "$@"
 """
+FAULTS = {
+    "killed": (1, signal.SIGKILL),
+    "coordinator killed": (0, signal.SIGKILL),
+    "stopped": (1, signal.SIGSTOP),
+}
+"""{fault: the host whose process gets a signal, and the signal}."""
+HEARTBEATS = "--heartbeat-timeout", 10
+"""Without them JAX, which alone learns of a stopped process, waits 100 s."""
 NOT_OURS = "COORDINATOR", "NUM_HOSTS", "HOST_ID", "XLA_FLAGS", "PYTHONPATH", "SLURM_", "OMPI_"
 
 
@@ -67,9 +75,9 @@ class Machines:
                 found.append(int(pid))
         return sorted(found)
 
-    def kill(self, i, word):
-        """Kills the newest process of host i that has a word in its command."""
-        os.kill(self.processes(i, word)[-1], signal.SIGKILL)
+    def kill(self, i, word, number=signal.SIGKILL):
+        """Kills the newest process of host i that has a word in its command, or sends a signal."""
+        os.kill(self.processes(i, word)[-1], number)
 
     def until(self, true, seconds=30.0, *logs):
         """Waits; shows logs if it takes too long."""
