@@ -40,15 +40,35 @@ EQUINOX_DP = replaced(
         ", unreduced=True": "",
     },
 )
+WHOLE = "    net = eqx.combine(jax.device_put(arrays, P()), static)"
+SHARDS = '    net = eqx.combine(jax.device_put(arrays, P("data")), static)  # 2: was P()'
+EQUINOX_FSDP = replaced(EQUINOX_DP, {WHOLE: SHARDS})
+EQUINOX_ALONE = {
+    """dq.equinox.filter_value_and_grad(  # 1: was eqx.filter_value_and_grad
+        net_loss, axis_name="data", compression=compression
+    )""": "eqx.filter_value_and_grad(net_loss)",
+}
+IN_FIT = """callbacks=[keras.callbacks.LambdaCallback(on_train_begin=shard)], x="""
+KERAS_FSDP = replaced(
+    KERAS,
+    {
+        "    history = model.fit(rows": f"""    def shard(_):  # 5: new, and in fit
+        for v in [*model.trainable_variables, *model.optimizer.variables]:
+            if v.ndim and v.shape[0] % jax.device_count() == 0:
+                v.assign(jax.device_put(v.value, P("data")))
+
+    history = model.fit({IN_FIT}rows""",
+        ', rows["y"],': ', y=rows["y"],',
+    },
+)
+KERAS_ALONE = {
+    "model = DataParallel(": "model = keras.Sequential(",
+    " Dropout(0.1)": " layers.Dropout(0.1)",
+    EXPLICIT: "if True:",
+}
 PLAIN = {
-    "keras": (
-        KERAS,
-        {
-            "model = DataParallel(": "model = keras.Sequential(",
-            " Dropout(0.1)": " layers.Dropout(0.1)",
-            EXPLICIT: "if True:",
-        },
-    ),
+    "keras": (KERAS, KERAS_ALONE),
+    "keras, FSDP": (KERAS_FSDP, KERAS_ALONE | {IN_FIT: "x="}),
     "equinox": (
         EQUINOX,
         {
@@ -58,14 +78,8 @@ PLAIN = {
     )""": "eqx.filter_value_and_grad(net_loss)",
         },
     ),
-    "equinox, data parallel": (
-        EQUINOX_DP,
-        {
-            """dq.equinox.filter_value_and_grad(  # 1: was eqx.filter_value_and_grad
-        net_loss, axis_name="data", compression=compression
-    )""": "eqx.filter_value_and_grad(net_loss)",
-        },
-    ),
+    "equinox, data parallel": (EQUINOX_DP, EQUINOX_ALONE),
+    "equinox, FSDP": (EQUINOX_FSDP, EQUINOX_ALONE | {SHARDS: WHOLE}),  # alone it takes no shards
     "multi steps": (
         MULTI_STEPS,
         {

@@ -36,7 +36,7 @@ UPDATES = (
     Change(
         "  state = restore_checkpoint(state, workdir)\n",
         """  tx = dq.optax.sharded(state.tx, 'batch', compression=METHOD)
-  params = flax.jax_utils.replicate(state.params)
+  params = jax_utils.replicate(state.params)
   state = state.replace(tx=tx, opt_state=jax.pmap(tx.init, axis_name='batch')(params))
   axes = state.replace(
       step=None, params=None, batch_stats=None, dynamic_scale=None, opt_state=0)
