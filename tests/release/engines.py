@@ -110,8 +110,9 @@ class Training:
     def step(self, i=0):
         """The step that the process of host i has begun last; -1 before the first."""
         file = self.machines.shm / f"host{i}" / "progress"
-        told = file.read_text() if file.exists() else ""
-        return int(told) if told.isdecimal() else -1
+        while file.exists() and not (told := file.read_text()):
+            time.sleep(0.01)  # the process is writing it
+        return int(told) if file.exists() and told.isdecimal() else -1
 
     def until_step(self, step, seconds=180):
         self.machines.until(lambda: self.step() >= step, seconds, self.log)

@@ -115,5 +115,5 @@ def test_two_hosts_go_on_without_a_raylet_and_take_a_new_one(tmp_path, cluster, 
     assert "3 processes" in job.said().partition("a host has joined")[2]
     assert "from the memory of hosts" in job.said().rpartition("3 processes")[2]
     assert len(curve) == steps
-    np.testing.assert_allclose(curve[:6], whole[:6], rtol=0.05)  # with another learning rate
+    np.testing.assert_allclose(curve[:2], whole[:2], rtol=1e-4)  # later rates are others
     assert curve[-1] < curve[0] - 0.5
