@@ -1,6 +1,8 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
 import itertools
+import re
+import sys
 from functools import cache, partial
 
 import jax
@@ -139,6 +141,37 @@ def compared_after_bitcasts(program):
             found |= {name} & signed
             cast |= {id(x) for x in equation.outvars if name in kept}
     return found
+
+
+def lowered_compression(tiles: int) -> str:
+    """The program of one payload with so many tiles, for CUDA."""
+    fmt, of = pk.WireFormat(widths=(4, 6)), jax.ShapeDtypeStruct
+    rows = 8 * tiles - 3
+
+    def compress(x, order, records, noise):
+        target = pk.Target(records, noise, tiles * fmt.tile_words(4))
+        source, chunks = pk.Source(x, None, order), jnp.zeros(1, jnp.int32)
+        return kernels.compress(source, chunks, target, fmt=fmt, lowering=Triton())
+
+    of_tiles = of((1, 8 * tiles), jnp.int32), of((1, tiles), jnp.int32)
+    x, noise = of((256 * rows,), jnp.bfloat16), of((8,), jnp.uint32)
+    return lowered_for_cuda(compress, x, *of_tiles, noise)
+
+
+def test_one_kernel_serves_all_sizes_and_python_searches_no_module(monkeypatch):
+    kernel, found, searched = re.compile(r'grid_x = .* ir = "(.*?)",'), [], []
+
+    class Searches:
+        def find_spec(self, name, path=None, target=None):
+            searched.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Searches(), *sys.meta_path])
+    for tiles in (9, 16):  # from one line of code, which kernels name
+        searched.clear()  # the first one loads modules
+        found.append(kernel.search(lowered_compression(tiles)))
+    few, many = found
+    assert few and many and few[0] == many[0]  # with the grid: the key of XLA's kernels
+    assert not searched
 
 
 @pytest.mark.parametrize("name", daily(FORMATS, ["dither, odd widths"]))
