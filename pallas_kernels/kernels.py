@@ -53,8 +53,8 @@ class Launch(NamedTuple):
 class Lowering(Protocol):
     """A lowering of Pallas: how a program holds its tile, and how it is launched; hashable."""
 
-    def tile(self, fmt: WireFormat, table_ref, order_ref) -> Tile:
-        """The tile of the running program, one of a chunk's that ``order_ref`` has."""
+    def tile(self, fmt: WireFormat, table_ref, tiles: int) -> Tile:
+        """The tile of the running program, one of ``tiles`` in its chunk."""
         ...
 
     def launch(self, launch: Launch, operands: tuple) -> jax.Array:
@@ -131,9 +131,9 @@ def _noise(noise_ref, where: tuple, rows, tile: Tile):
     return noise_of(rows, words, tile)
 
 
-def load(x_ref, mean_ref, rows, tile: Tile):
+def load(x_ref, mean_ref, rows, n_rows: int, tile: Tile):
     """``x - mean`` of super-groups ``rows``, in f32 or the dtype of ``x``."""
-    x = tile.load(x_ref, rows)
+    x = tile.load(x_ref, rows, n_rows)
     return x if mean_ref is None else x.astype(jnp.float32) - tile.load_rows(mean_ref, rows)
 
 
@@ -173,16 +173,16 @@ def _add(total, one: Input, rows, offset, width: int, tile: Tile):
 
 def _encode_kernel(
     x_ref, mean_ref, order_ref, tiles_ref, chunks_ref, noise_ref, table_ref, *rest,
-    lowering, fmt, with_mean, arrived, skips_chunk,
+    lowering, fmt, n_rows, with_mean, arrived, skips_chunk,
 ):  # fmt: skip
     """Kernel of compress (no inputs) and decompress-accumulate-recompress."""
-    tile = lowering.tile(fmt, table_ref, order_ref)
+    tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
     out_ref, inputs = rest[-1], arrived.of(rest[skips_chunk:-1])
 
     def run():
         chunk = chunks_ref[tile.c]
         rows = tile.rows(order_ref, chunk)
-        total = load(x_ref, mean_ref if with_mean else None, rows, tile)
+        total = load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
         total = accumulate(total, inputs, rows, chunk, tile)
         payload = tile.payload(out_ref, (tile.c,))
         encode_tile(total, rows, (noise_ref, ()), (tiles_ref, chunk), payload, tile)
@@ -203,6 +203,7 @@ def encode_tile(total, rows, noise: tuple, record: tuple, payload: Any, tile: Ti
     def branch(offset, w):
         def encode_record(total):
             encode(total, _noise(noise_ref, place, rows, tile), payload, offset, w, tile)
+            return jnp.int32(0)
 
         return encode_record
 
@@ -227,6 +228,7 @@ def decode_tile(payload: Payload, rows, noise: tuple, record: tuple, finish: Fin
             words = functools.partial(_noise, *noise, rows, tile)
             value = decode(payload, offset, w, words, tile)
             _store(out_ref, value, rows, 0, mean_sum, divisor, tile)
+            return jnp.int32(0)
 
         return decode_record
 
@@ -241,14 +243,14 @@ def _store(out_ref, value, rows, start, mean_sum, divisor: int, tile: Tile):
 
 def _finish_kernel(
     x_ref, mean_ref, mean_sum_ref, order_ref, chunks_ref, start_ref, table_ref, *rest,
-    lowering, fmt, with_mean, arrived, divisor,
+    lowering, fmt, n_rows, with_mean, arrived, divisor,
 ):  # fmt: skip
     """Kernel of decompress-accumulate."""
     inputs, out_ref = arrived.of(rest[:-1]), rest[-1]
-    tile = lowering.tile(fmt, table_ref, order_ref)
+    tile = lowering.tile(fmt, table_ref, order_ref.shape[1] // TILE_ROWS)
     chunk = chunks_ref[tile.c]
     rows = tile.rows(order_ref, chunk)
-    total = load(x_ref, mean_ref if with_mean else None, rows, tile)
+    total = load(x_ref, mean_ref if with_mean else None, rows, n_rows, tile)
     total = accumulate(total, inputs, rows, chunk, tile)
     mean_sum = tile.load_rows(mean_sum_ref, rows)
     _store(out_ref, total, rows, start_ref[0], mean_sum, divisor, tile)
@@ -259,7 +261,7 @@ def _decode_kernel(
     *, lowering, fmt, divisor,
 ):  # fmt: skip
     """Kernel of decompress."""
-    tile = lowering.tile(fmt, table_ref, order_ref)
+    tile = lowering.tile(fmt, table_ref, tiles_ref.shape[1])
     chunk = chunks_ref[tile.c]
     rows = tile.rows(order_ref, chunk)
     payload, noise = tile.payload(payloads_ref, (tile.c,)), (noise_ref, (tile.c,))
@@ -308,6 +310,7 @@ def _encode_call(
         *skipped, *flat,
     )  # fmt: skip
     static = {
+        "n_rows": rows.shape[0],
         "with_mean": source.mean is not None,
         "arrived": arrived,
         "skips_chunk": len(skipped),
@@ -332,6 +335,7 @@ def decompress_accumulate(
     )  # fmt: skip
     static = {
         "divisor": result.divisor,
+        "n_rows": rows.shape[0],
         "with_mean": source.mean is not None,
         "arrived": arrived,
     }

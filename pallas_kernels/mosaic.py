@@ -432,7 +432,7 @@ class _Tile:
         column = group // DEALT * (DEALT * self.quads) + group % DEALT
         return rows * (self.fmt.super_group_size // QUAD) + column
 
-    def load(self, x_ref, rows):
+    def load(self, x_ref, rows, n_rows):
         dtype, quads = x_ref.dtype, self.quads
         size = QUAD * dtype.itemsize
 
@@ -448,7 +448,7 @@ class _Tile:
                 found += _bitcast(words, kind)
             return found
 
-        inside = (rows < x_ref.shape[0]).astype(jnp.int32)
+        inside = (rows < n_rows).astype(jnp.int32)
         return load(x_ref, self._first_quad(rows), inside)
 
     def pinned(self, x, width):
@@ -574,13 +574,13 @@ def tile_of(fmt: WireFormat, table_ref, tiles: int, part, chunk, *, fresh: bool 
     return _Tile(fmt, table_ref, t, number % of_tile, chunk, fresh)
 
 
-def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, fmt):
+def _statistics_kernel(x_ref, mean_ref, sqnorm_ref, *, n_rows, fmt):
     """Each thread sums a group, and the threads of a super-group add up their sums."""
     thread = threads()
     number = lax.axis_index("dynamiq_part") * THREADS + thread
     row, group = number // fmt.groups, number % fmt.groups
-    x = _Tile(fmt, None, None, group, None).load(x_ref, row).astype(jnp.float32)
-    own = ((group == 0) & (row < x_ref.shape[0])).astype(jnp.int32)
+    x = _Tile(fmt, None, None, group, None).load(x_ref, row, n_rows).astype(jnp.float32)
+    own = ((group == 0) & (row < n_rows)).astype(jnp.int32)
     for out_ref, values in (
         (mean_ref, x * np.float32(1.0 / fmt.super_group_size)),
         (sqnorm_ref, x * x),
@@ -597,7 +597,7 @@ def _statistics(x, super_group_size: int):
     n_rows = rows.shape[0]
 
     def kernel(*refs):
-        _statistics_kernel(*refs, fmt=fmt)
+        _statistics_kernel(*refs, n_rows=n_rows, fmt=fmt)
 
     kernel.__name__ = "dynamiq_statistics"
     run = plgpu.kernel(
@@ -614,10 +614,9 @@ def _statistics(x, super_group_size: int):
 class Mosaic:
     """The `pallas_kernels.kernels.Lowering` of Mosaic GPU."""
 
-    def tile(self, fmt, table_ref, order_ref):
+    def tile(self, fmt, table_ref, tiles):
         """The tiles of the running program; beyond the last tile, that tile again."""
         part, chunk = map(lax.axis_index, ("dynamiq_part", "dynamiq_chunk"))
-        tiles = order_ref.shape[1] // TILE_ROWS
         return tile_of(fmt, table_ref, tiles, part, chunk)
 
     def launch(self, launch: Launch, operands):

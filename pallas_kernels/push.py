@@ -330,6 +330,8 @@ class _Facts(NamedTuple):
     axes: dict[str, int]
     fmt: WireFormat
     even: bool
+    n_rows: int
+    """Super-groups of a gradient."""
     n_tiles: int
     """Tiles of a chunk."""
     divisor: int
@@ -387,7 +389,7 @@ class _Block(NamedTuple):
         refs = self.refs
         peer, place = peer_of(self.me, i, self.facts.axes)
         rows = self._rows(tile, peer)
-        values = load(refs.x, refs.mean, rows, tile)
+        values = load(refs.x, refs.mean, rows, self.facts.n_rows, tile)
         payload = tile.payload(plgpu.remote_ref(refs.came, place), (self.me, 0))
         record = self._record(refs.first, peer)
         encode_tile(values, rows, (refs.noise, (self.me,)), record, payload, tile)
@@ -396,7 +398,7 @@ class _Block(NamedTuple):
         """Adds up a tile of this worker's chunk, and encodes the sum into the memory of all."""
         refs, me, axes = self.refs, self.me, self.facts.axes
         rows = self._rows(tile, me)
-        own = load(refs.x, refs.mean, rows, tile)
+        own = load(refs.x, refs.mean, rows, self.facts.n_rows, tile)
         skip: Any = (me,)  # as a reference of one number is read
         arrived = Input(refs.came, refs.first, skip, refs.noise)
         chunk = self._record(refs.first, me)[1]
@@ -454,7 +456,7 @@ def all_reduce(
     """See `pallas_kernels.all_reduce`."""
     check_push(tuple(axes))
     x = rows_of(source.x, fmt.super_group_size)
-    facts = _Facts(axes, fmt, even, tiles[0].shape[1], result.divisor)
+    facts = _Facts(axes, fmt, even, x.shape[0], tiles[0].shape[1], result.divisor)
     dealt = (None, None) if even else (source.order, result.mean_sum)
     tiles = tuple(each[:1] for each in tiles) if even else tiles  # XLA knows one row by its values
     operands = x, source.mean, *dealt, *tiles, noise, level_tables(fmt)

@@ -50,8 +50,8 @@ class Tile(Protocol):
         """``branch(offset, w)(*operands)``, as the tile's entry in ``tiles_ref[chunk]`` says."""
         ...
 
-    def load(self, x_ref, rows) -> jax.Array:
-        """The coordinates of super-groups ``rows`` in their dtype; 0 beyond ``x_ref``."""
+    def load(self, x_ref, rows, n_rows: int) -> jax.Array:
+        """The coordinates of super-groups ``rows`` in their dtype; 0 from row ``n_rows`` on."""
         ...
 
     def pinned(self, x, width: int) -> jax.Array:

@@ -5,7 +5,6 @@ deals the last axes to threads first, so that a thread holds all quads of a grou
 """
 
 import functools
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,70 +100,15 @@ def _by_width(width, widths: tuple[int, ...], branch, *operands):
     )
 
 
-class _Sized(NamedTuple):
-    """An array whose size the kernel reads: Triton compiles one kernel for all sizes.
-
-    Integers are flat in memory, since strides would be constants of the kernel.
-    """
-
-    ref: Any
-    shape: tuple[Any, ...]
-    """The last size of integers is read, and the first one of other numbers."""
-
-    def start(self, *where):
-        """The place of the row ``where`` in flat memory."""
-        number = where[0]
-        for position, size in zip(where[1:], self.shape[1:-1], strict=True):
-            number = number * size + position
-        return number * self.shape[-1]
-
-    def __getitem__(self, where):
-        *row, at = where
-        return self.ref[self.start(*row) + at]
-
-
-MOST_PROGRAMS = 2**14
-"""The most programs of a chunk, each of which takes several tiles in turn. XLA compiles a kernel
-for each grid, so other grids are powers of two."""
-_AT_ONCE = 4
-"""The unit of payloads' sizes: Triton then knows that their rows are aligned."""
-
-
-def _is_flat(x) -> bool:
-    return x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.integer)
-
-
-def _sizes(arrays: tuple) -> list[int]:
-    """The sizes that kernels read: rows of numbers, and words of payloads in units."""
-    wide = [x for x in arrays if x.ndim > 1 and x.dtype != jnp.int32]
-    return [x.shape[-1] // _AT_ONCE if _is_flat(x) else x.shape[0] for x in wide]
-
-
-def _sized(ref, x, tiles, launch: Launch, sizes) -> Any:
-    """The array ``x`` in memory; ``sizes`` yields those of `_sizes`, ``tiles`` are a chunk's."""
-    if x.ndim < 2:
-        return ref
-    if x.dtype == jnp.int32:  # entries of tiles, or the rows in them
-        return _Sized(ref, (*x.shape[:-1], tiles * (x.shape[-1] // launch.tiles)))
-    if _is_flat(x):
-        return _Sized(ref, (*x.shape[:-1], next(sizes) * _AT_ONCE))
-    return _Sized(ref, (next(sizes), *x.shape[1:]))
-
-
-def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
-    """A whole array as a program's block; `pl.ANY` would make the sizes constants of the kernel."""
-    return pl.BlockSpec(tuple(map(pl.Element, shape)), lambda *_: (0,) * len(shape))
-
-
 class _Payload(NamedTuple):
-    """A `pallas_kernels.tile.Payload` in memory, from word ``start`` of ``ref`` on."""
+    """A `pallas_kernels.tile.Payload` in memory: ``ref[*where]``."""
 
     ref: Any
-    start: Any
+    where: tuple[Any, ...]
     tile: "_Tile"
 
     def _at(self, word):
-        return self.ref.at[self.start + word]
+        return self.ref.at[(*self.where, word)]
 
     def load_row_scales(self, offset):
         return self._load_scales(offset, 1, 16).reshape(TILE_ROWS)
@@ -310,8 +254,7 @@ class _Tile:
         return self.fmt.group_size // QUAD, TILE_ROWS, self.fmt.groups, QUAD
 
     def rows(self, order_ref, chunk):
-        first = order_ref.start(chunk) + self.t * TILE_ROWS
-        return plgpu.load(order_ref.ref.at[pl.ds(first, TILE_ROWS)])
+        return plgpu.load(order_ref.at[chunk, pl.ds(self.t * TILE_ROWS, TILE_ROWS)])
 
     def by_width(self, tiles_ref, chunk, branch, *operands):
         offset, width = unpack_tiles(tiles_ref[chunk, self.t])
@@ -328,9 +271,9 @@ class _Tile:
         column = column + lax.broadcasted_iota(jnp.int32, self.shape, 3)
         return jnp.broadcast_to(rows[None, :, None, None], self.shape), column
 
-    def load(self, x_ref, rows):
+    def load(self, x_ref, rows, n_rows):
         row, column = self._coordinates(rows)
-        return plgpu.load(x_ref.ref.at[row, column], mask=row < x_ref.shape[0], other=0.0)
+        return plgpu.load(x_ref.at[row, column], mask=row < n_rows, other=0.0)
 
     def pinned(self, x, width):
         if not self.interpret:
@@ -344,11 +287,10 @@ class _Tile:
     def store(self, out_ref, rows, values):
         row, column = self._coordinates(rows)
         inside = (row >= 0) & (row < out_ref.shape[0])
-        out = out_ref.ref
-        plgpu.store(out.at[row, column], values.astype(out.dtype), mask=inside)
+        plgpu.store(out_ref.at[row, column], values.astype(out_ref.dtype), mask=inside)
 
     def payload(self, ref, where):
-        return _Payload(ref.ref, ref.start(*where), self)
+        return _Payload(ref, where, self)
 
     def levels(self, at):
         return plgpu.load(self.table.at[at])
@@ -399,45 +341,33 @@ class Triton:
 
     interpret: bool = False
     """Whether kernels run on Pallas' interpreter."""
-    place: tuple[Any, ...] = ()
-    """In a kernel, the numbers of a program's tile in its chunk, and of the chunk in the call."""
 
-    def tile(self, fmt, table_ref, order_ref):
+    def tile(self, fmt, table_ref, tiles):
         """The tile of the running program."""
-        return _Tile(fmt, table_ref, self.interpret, *self.place)
+        t, c = pl.program_id(0), pl.program_id(1)
+        return _Tile(fmt, table_ref, self.interpret, t, c)
 
     def launch(self, launch: Launch, operands):
         """The result of a launch; an aliased operand only holds what other calls wrote."""
-        body = functools.partial(launch.kernel, fmt=launch.fmt, **dict(launch.static))
-        programs = min(pl.next_power_of_2(launch.tiles), MOST_PROGRAMS)
-        out = jax.ShapeDtypeStruct(launch.shape, launch.dtype)
-        arrays = (*(operands if launch.replaces is None else operands[:-1]), out)
-        sizes = [launch.tiles, *_sizes(arrays)]
-        flat = [x.reshape(-1) if _is_flat(x) else x for x in operands]
-        shape = (math.prod(out.shape),) if _is_flat(out) else out.shape
+        whole = pl.BlockSpec(memory_space=pl.ANY)
+        body = functools.partial(
+            launch.kernel, lowering=self, fmt=launch.fmt, **dict(launch.static)
+        )
 
-        def kernel(sizes_ref, *refs):
-            tiles, *others = (sizes_ref[i] for i in range(len(sizes)))
-            read, refs = iter(others), (*refs[: len(arrays) - 1], refs[-1])
-            pairs = zip(refs, arrays, strict=True)
-            found = [_sized(ref, x, tiles, launch, read) for ref, x in pairs]
-            first, c = pl.program_id(0), pl.program_id(1)
+        def kernel(*refs):
+            given = refs[:-1] if launch.replaces is None else refs[:-2]
+            body(*given, refs[-1])
 
-            def run(turn, _):
-                body(*found, lowering=Triton(self.interpret, (first + turn * programs, c)))
-
-            turns = lax.div(tiles - first + (programs - 1), jnp.int32(programs))
-            lax.fori_loop(0, turns, run, None)
-
+        aliases = {} if launch.replaces is None else {launch.replaces: 0}
         return pl.pallas_call(
             kernel,
-            out_shape=shape_struct(shape, launch.dtype, *operands),
-            grid=(programs, launch.chunks),
-            in_specs=[_whole((len(sizes),)), *(_whole(x.shape) for x in flat)],
-            out_specs=_whole(shape),
-            input_output_aliases={} if launch.replaces is None else {launch.replaces + 1: 0},
+            out_shape=shape_struct(launch.shape, launch.dtype, *operands),
+            grid=(launch.tiles, launch.chunks),
+            in_specs=[whole] * len(operands),
+            out_specs=whole,
+            input_output_aliases=aliases,
             **call_options(launch.name, self.interpret),
-        )(jnp.asarray(sizes, jnp.int32), *flat).reshape(launch.shape)
+        )(*operands)
 
     def statistics(self, x, super_group_size):
         """Mean and squared norm of every super-group."""

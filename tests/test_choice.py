@@ -317,6 +317,7 @@ def test_explanations_say_where_shards_travel_in_bf16(fast, monkeypatch):
     named = dq.Compression(dq.DynamiQ(), min_bucket_bytes=0).explain(leaf, 2, verbose=False)
     for found in (told, named):  # a method of gradients says nothing of parameters
         assert ("shards and their gradients travel in bf16" in str(found)) == fast
+        assert ("sharded updates in bf16 take as long over NVLink" in str(found)) == fast
     _, updates, fsdp = (row.sent_bytes for row in told.ways)
     _, alike, scattered = (row.sent_bytes for row in named.ways)
     assert updates == alike

@@ -23,15 +23,52 @@ ON_LINES = """dq.optax.sharded(  # 1: was {}
 GRADIENTS = """dq.{}value_and_grad(  # 2
         {}, axis_name="data", compression=compression, unreduced=True
     )"""
+
+
+def replaced(code, changes):
+    for old, new in changes.items():
+        assert code.count(old) == 1, f"{code.count(old)} times {old!r}"
+        code = code.replace(old, new)
+    return code
+
+
+EQUINOX_DP = replaced(
+    EQUINOX,
+    {
+        ON_LINES.format("optax.adam(1e-3)"): "optax.adam(1e-3)",
+        "# 2: was eqx": "# 1: was eqx",
+        ", unreduced=True": "",
+    },
+)
+WHOLE = "    net = eqx.combine(jax.device_put(arrays, P()), static)"
+SHARDS = '    net = eqx.combine(jax.device_put(arrays, P("data")), static)  # 2: was P()'
+EQUINOX_FSDP = replaced(EQUINOX_DP, {WHOLE: SHARDS})
+EQUINOX_ALONE = {
+    """dq.equinox.filter_value_and_grad(  # 1: was eqx.filter_value_and_grad
+        net_loss, axis_name="data", compression=compression
+    )""": "eqx.filter_value_and_grad(net_loss)",
+}
+IN_FIT = """callbacks=[keras.callbacks.LambdaCallback(on_train_begin=shard)], x="""
+KERAS_FSDP = replaced(
+    KERAS,
+    {
+        "    history = model.fit(rows": f"""    def shard(_):  # 5: new, and in fit
+        for v in [*model.trainable_variables, *model.optimizer.variables]:
+            if v.ndim and v.shape[0] % jax.device_count() == 0:
+                v.assign(jax.device_put(v.value, P("data")))
+
+    history = model.fit({IN_FIT}rows""",
+        ', rows["y"],': ', y=rows["y"],',
+    },
+)
+KERAS_ALONE = {
+    "model = DataParallel(": "model = keras.Sequential(",
+    " Dropout(0.1)": " layers.Dropout(0.1)",
+    EXPLICIT: "if True:",
+}
 PLAIN = {
-    "keras": (
-        KERAS,
-        {
-            "model = DataParallel(": "model = keras.Sequential(",
-            " Dropout(0.1)": " layers.Dropout(0.1)",
-            EXPLICIT: "if True:",
-        },
-    ),
+    "keras": (KERAS, KERAS_ALONE),
+    "keras, FSDP": (KERAS_FSDP, KERAS_ALONE | {IN_FIT: "x="}),
     "equinox": (
         EQUINOX,
         {
@@ -41,6 +78,8 @@ PLAIN = {
     )""": "eqx.filter_value_and_grad(net_loss)",
         },
     ),
+    "equinox, data parallel": (EQUINOX_DP, EQUINOX_ALONE),
+    "equinox, FSDP": (EQUINOX_FSDP, EQUINOX_ALONE | {SHARDS: WHOLE}),  # alone it takes no shards
     "multi steps": (
         MULTI_STEPS,
         {
@@ -80,13 +119,6 @@ loss = sum(losses[-WINDOW:]) / WINDOW
 """Scripts by name, each with texts and what its library has in their places."""
 
 
-def replaced(code, changes):
-    for old, new in changes.items():
-        assert code.count(old) == 1, f"{code.count(old)} times {old!r}"
-        code = code.replace(old, new)
-    return code
-
-
 def script(name, how, seed=0):
     """A recipe natively, by the exact method or by 5 bits, and a start with batches of a seed."""
     code, plain = PLAIN[name]
@@ -103,9 +135,10 @@ def loss_of(execute, monkeypatch):  # noqa: F811
     """The last loss of a script, which skips without its library."""
 
     def loss_of(name, how, seed=0):
-        if name in ("keras", "equinox"):
+        library = name.partition(",")[0]
+        if library in ("keras", "equinox"):
             monkeypatch.setenv("KERAS_BACKEND", "jax")
-            pytest.importorskip(name, reason="pip install '.[clients]'", exc_type=ImportError)
+            pytest.importorskip(library, reason="pip install '.[clients]'", exc_type=ImportError)
         code, start = script(name, how, seed)
         found = execute(code, f"{name}, {how}", start)
         return float(found["loss"]), found

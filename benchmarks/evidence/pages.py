@@ -6,6 +6,7 @@ Nothing is measured here: `benchmarks/results.py` (`make results`) measures, and
 table stands between markers, and under it what it was measured on and the command.
 """
 
+import io
 import json
 import math
 import re
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import break_even
 import numpy as np
 from matplotlib.figure import Figure
+from PIL import Image
 from training import BF16, CURVE_WINDOW, EXACT, of_reference, paired
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -763,6 +765,13 @@ def filled(page: str, texts: Mapping[str, str]) -> str:
 JAX = "JAX 0.11.2, NCCL 2.28.9"
 
 
+def save(figure: Figure, name: str, dpi: int) -> None:
+    """Writes a picture in 256 colours, which take a third of the bytes of all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=dpi)
+    Image.open(drawn).convert("RGB").quantize(256).save(DOCS / name, optimize=True)
+
+
 def texts() -> dict[Path, str]:
     """The pages, as they should be."""
     model = "1.1 B parameters, 3,072 tokens per GPU"
@@ -813,9 +822,9 @@ def draw() -> None:
     load.cache_clear()
     for path, text in texts().items():
         path.write_text(text)
-    speedups().savefig(DOCS / "speedups.png", dpi=160)
-    clock().savefig(DOCS / "time-to-accuracy.png", dpi=160)
-    long_training().savefig(DOCS / "long-training.png", dpi=140)
+    save(speedups(), "speedups.png", dpi=160)
+    save(clock(), "time-to-accuracy.png", dpi=160)
+    save(long_training(), "long-training.png", dpi=140)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,27 @@ HOSTS = (
 OWN = Client(
     "examples/gemma/train.py", "8 fsdp, Explicit", "jit_jax_train_step", PATCH, setting=HOSTS
 )
+REPLICATED = Change(
+    """ShardingConfig.fsdp_tp_sharding(
+      fsdp_axis_name="fsdp", tensor_parallel_axis_name="tensor"
+  )""",
+    """ShardingConfig(act_btd=jax.P("fsdp"), act_btf=jax.P("fsdp"),
+      act_btnh=jax.P("fsdp"), act_sbtnh=jax.P(None, "fsdp"))""",
+)
+"""The batch is sharded, and parameters are not."""
+DP = dataclasses.replace(OWN, mesh=f"{OWN.mesh}, replicated", setting=(*HOSTS, REPLICATED))
+UPDATES = (
+    PATCH[0],
+    Change(PATCH[1].old, PATCH[1].new.replace("compression", "unreduced=True, compression")),
+    Change("        tx=optax.adamw(\n", "        tx=dq.optax.sharded(optax.adamw(\n"),
+    Change(
+        "            weight_decay=config.weight_decay,\n        ),\n",
+        "            weight_decay=config.weight_decay,\n        ), 'fsdp', compression=METHOD),\n",
+    ),
+)
 VARIANTS = {
+    "DP": DP,
+    "sharded updates": dataclasses.replace(DP, patch=UPDATES),
     "FSDP": OWN,
     "FSDP, bf16": dataclasses.replace(OWN, mesh=f"{OWN.mesh}, bf16", options={"bfloat16": True}),
     "FSDP × TP": dataclasses.replace(

@@ -30,7 +30,29 @@ SCALED = dataclasses.replace(
     setting=(Change("config.half_precision and platform == 'gpu'", "config.half_precision"),),
     options={"half_precision": True},
 )
-VARIANTS = {"f32": OWN, "DynamicScale": SCALED}
+UPDATES = (
+    IMPORT,
+    Change(f"{PMEAN.old}\n", ""),
+    Change(
+        "  state = restore_checkpoint(state, workdir)\n",
+        """  tx = dq.optax.sharded(state.tx, 'batch', compression=METHOD)
+  params = jax_utils.replicate(state.params)
+  state = state.replace(tx=tx, opt_state=jax.pmap(tx.init, axis_name='batch')(params))
+  axes = state.replace(
+      step=None, params=None, batch_stats=None, dynamic_scale=None, opt_state=0)
+  state = restore_checkpoint(state, workdir)
+""",
+    ),
+    Change(
+        "      in_axes=(None, 0),\n      out_axes=(None, 0),\n",
+        "      in_axes=(axes, 0),\n      out_axes=(axes, 0),\n",
+    ),
+)
+VARIANTS = {
+    "f32": OWN,
+    "DynamicScale": SCALED,
+    "sharded updates": dataclasses.replace(OWN, patch=UPDATES),
+}
 
 
 def train(steps: int, half_precision: bool = False) -> Trained:

@@ -55,9 +55,26 @@ AUTO = (
 )
 """Workers run the loss on their own rows, in a map, where haliax has nothing to split."""
 SHARDED = (AUTO[0], Change(GRADIENTS.old, CALL_ON_AUTO[:-2] + SPECS), *AUTO[2:])
+UPDATES = (
+    IMPORT,
+    Change(GRADIENTS.old, GRADIENTS.new.replace("compression", "unreduced=True, compression")),
+    Change(
+        "        self.optimizer = optimizer\n",
+        """        mesh, leaves = self.device_mesh, jax.tree.leaves
+        inner = dq.optax.sharded(optimizer, "data", mesh=mesh, compression=METHOD)
+        self.optimizer = optimizer._replace(
+            init=lambda p: inner.init(leaves(p)),
+            update=lambda g, state, params, **_: (lambda found: (jax.tree.unflatten(
+                jax.tree.structure(params), found[0]), found[1]))(
+                    inner.update(leaves(g), state, leaves(params))))
+""",
+    ),
+)
+"""haliax would make the arrays of a state whole that it knows by name."""
 VARIANTS = {
     "DP": dataclasses.replace(OWN, patch=AUTO, mesh="8 data, Auto", options={"explicit": False}),
     "DP, Explicit": OWN,
+    "sharded updates, Explicit": dataclasses.replace(OWN, patch=UPDATES),
     "FSDP": dataclasses.replace(
         OWN, patch=SHARDED, mesh="8 data, Auto", options={"explicit": False, "over": "embed"}
     ),

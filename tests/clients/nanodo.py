@@ -33,12 +33,38 @@ SHARDED = (
     ),
     Change("    mesh: Mesh | None = None,\n", "    mesh: Mesh | None = None, specs=None,\n"),
 )
+UPDATES = (
+    *patch("unreduced=True"),
+    Change(
+        "      step=state.opt_state.gradient_step + 1,",
+        "      step=state.opt_state.inner.gradient_step + 1,",
+    ),
+    Change(
+        "  metrics = metrics_lib.get_metrics(aux_data, c, loss, state, grads",
+        "  state = state.replace(opt_state=state.opt_state.inner)\n"
+        "  metrics = metrics_lib.get_metrics(aux_data, c, loss, state, state.opt_state.acc_grads",
+    ),
+    Change(
+        "        tx=optimizer.get_optimizer(c.opt),\n",
+        """        tx=dq.optax.sharded(optimizer.get_optimizer(c.opt), "data", mesh=mesh,
+            compression=METHOD),
+""",
+    ),
+    Change(
+        "  shardings = nn.get_sharding(params, mesh)\n",
+        """  shardings = nn.get_sharding(params, mesh).replace(opt_state=jax.tree.map(
+      lambda p: NamedSharding(mesh, p), dq.optax.state_specs(params.opt_state)))
+""",
+    ),
+)
+"""It logs 0 as the gradient's norm; ``opt_state.norm`` has it."""
 OWN = Client(
     "nanodo/train.py", "8 data, Auto", "jit__train_step", patch(), package="nanodo",
     options={"fsdp": False}, repository="google-deepmind/nanodo", commit="10aefde"
 )  # fmt: skip
 VARIANTS = {
     "DP": OWN,
+    "sharded updates": dataclasses.replace(OWN, patch=UPDATES),
     "FSDP": dataclasses.replace(OWN, patch=SHARDED, options={"fsdp": True}),
 }
 

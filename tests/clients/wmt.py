@@ -1,5 +1,6 @@
 """flax/examples/wmt: a Flax Linen encoder and decoder, by `jax.pmap`."""
 
+import dataclasses
 import sys
 import tempfile
 from types import SimpleNamespace
@@ -15,7 +16,21 @@ PMEAN = Change(
     '    grads = dq.pmean(grads, axis_name="batch", compression=METHOD)',
 )
 OWN = Client("examples/wmt/train.py", "8 batch, pmap", "jit__fun", (IMPORT, PMEAN))
-VARIANTS = {"f32, no dropout": OWN}
+UPDATES = (
+    IMPORT,
+    Change(f"{PMEAN.old}\n", ""),
+    Change(
+        "  state = jax_utils.replicate(state)\n",
+        """  state = jax_utils.replicate(state.replace(
+      opt_state=None, tx=dq.optax.sharded(state.tx, "batch", compression=METHOD)))
+  state = state.replace(opt_state=jax.pmap(state.tx.init, axis_name="batch")(state.params))
+""",
+    ),
+)
+VARIANTS = {
+    "f32, no dropout": OWN,
+    "sharded updates, no dropout": dataclasses.replace(OWN, patch=UPDATES),
+}
 
 
 def train(steps: int) -> Trained:
