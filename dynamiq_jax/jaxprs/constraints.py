@@ -81,6 +81,7 @@ def with_sharding_constraint(x: Any, shardings: Any) -> Any:
       ValueError: a spec does not fit its array or the mesh.
     """
     mesh = get_abstract_mesh()
+    # Over these axes arrays of the loss are whole, or one worker's part.
     names = {*mesh.manual_axes, *(_gathered.get() & {*mesh.explicit_axes})}
 
     def is_leaf(s: Any) -> bool:
@@ -89,6 +90,7 @@ def with_sharding_constraint(x: Any, shardings: Any) -> Any:
     def one(sharding: Any, part: Any) -> Any:
         if sharding is None:
             return part
+        # Other shardings name no axes to forget.
         if not names or not isinstance(sharding, P | NamedSharding):
             return jax.lax.with_sharding_constraint(part, sharding)
         spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
@@ -101,6 +103,8 @@ def _constrain(x: Array, spec: P, names: Collection[str]) -> Array:
     """Constrains an array by a spec that forgets these axes."""
     mesh = get_abstract_mesh()
     own = P(*(_without(entry, names) for entry in spec))
+    # On Explicit axes a constraint is an assertion, which a shortened spec would fail. On Auto axes
+    # an empty one would ask for copies on all devices.
     if own != spec and (AxisType.Explicit in mesh.axis_types or not any(own)):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, own))
@@ -162,10 +166,10 @@ def record(
       axis: the axes over which values are typed as varying.
       manual: all axes of the map; the others have one device.
     """
-    found: list[tuple[Any, Any]] = []
+    traces: list[tuple[Any, Any]] = []
 
     def trace(numbers: Any) -> Any:
-        found.append(jax.make_jaxpr(function, return_shape=True)(*args))
+        traces.append(jax.make_jaxpr(function, return_shape=True)(*args))
         return numbers
 
     for name in manual:  # gives the names to collectives in the function
@@ -181,9 +185,9 @@ def record(
         if unset:
             with contextlib.suppress(Exception):
                 jax.eval_shape(trace, numbers)
-        if not found:
+        if not traces:
             raise
-    (closed, shapes), *_ = found
+    (closed, shapes), *_ = traces
     return Recorded(closed, jax.tree.structure(shapes), axis)
 
 
@@ -218,6 +222,7 @@ def _replay(program: Any, axis: Axis, args: Sequence[Any], copies: _Axes = _ONE)
     """Runs a program's equations under the map. All values in it are typed as varying."""
 
     def rule(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        # Cast again: a collective's result is typed as the same on all workers.
         return axis.to_varying(list(run_equation(equation, axis, operands, copies)))
 
     return interpret(
@@ -237,6 +242,7 @@ def run_equation(
     It stands in a map of the loss over the axes ``copies``, along which all hold the same.
     """
     name, params = name_of(equation), equation.params
+    # A map of the loss's own over these axes has copies of one worker's values.
     if own := _named(equation) & copies:
         return _of_copies(equation, operands, own)
     if name == "sharding_constraint":
@@ -328,6 +334,7 @@ def _spec_of(params: dict[str, Any]) -> P:
             f"under a map over data axes a loss cannot constrain an array to {sharding} with "
             f"layout {params['layout']}; use a PartitionSpec or a NamedSharding"
         )
+    # Dimensions without a constraint may lie behind the spec's end.
     entries = [*sharding.spec, *[None] * (1 + max(dims, default=-1) - len(sharding.spec))]
     return P(*(P.UNCONSTRAINED if i in dims else entry for i, entry in enumerate(entries)))
 
@@ -356,8 +363,10 @@ class _Varying(Flow[_Axes]):
     def made(self, equation: JaxprEqn, operands: list[_Axes]) -> list[_Axes]:
         """See `Flow`."""
         found, name, params = self.join(operands), name_of(equation), equation.params
+        # Sums within groups differ between these.
         if name in SUMS and params.get("axis_index_groups") is None:
             found -= {*params["axes"]}
+        # A worker's number, also one that an inner program asks for.
         for own in within(equation):
             if name_of(own) == "axis_index":
                 named = own.params["axis_name"]
@@ -376,6 +385,7 @@ class _FromNothing(_Varying):
             [x.aval for x in own] for own in (equation.invars, equation.outvars)
         ]
         given, made = ([math.prod(x.shape) for x in own] for own in kinds)
+        # An entry that is made of none: as a mean it is NaN.
         if name_of(equation).startswith(REDUCTIONS) and 0 in given and 0 not in made:
             return [_NOTHING] * len(made)
         return super().made(equation, operands)

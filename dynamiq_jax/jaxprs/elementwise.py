@@ -71,6 +71,7 @@ def _value(x: Any, spec: P | None = None) -> _Value:
         return _Value(x, spec)
     if jnp.size(x) != 1:
         return _Value(x)
+    # One entry is uniform in any shape, and a scalar fits all of these.
     return _Value(jnp.reshape(x, ()) if jnp.ndim(x) else x, uniform=True)
 
 
@@ -105,6 +106,7 @@ def on_slices(
 
     ``owners`` may run parts that take whole matrices.
     """
+    # For whole arrays, so that sizes and means in the program are not those of slices.
     closed, made = jax.make_jaxpr(function, return_shape=True)(*wholes)
     likes, result_specs = results
     if jax.tree.structure(made) != jax.tree.structure(likes):
@@ -115,6 +117,7 @@ def on_slices(
     leaves = zip(jax.tree.leaves(args), specs, strict=True)
     values = [_value(x, spec) for x, spec in leaves]
     schedule = None
+    # Only products need whole matrices; other programs run on slices alone.
     if owners and any(name_of(equation) in PRODUCTS for equation in equations_of(closed)):
         schedule = owned(closed, specs, result_specs, owners.axis)
     if owners is None or schedule is None:
@@ -134,6 +137,7 @@ def on_slices(
                 f"and should be {like.shape}, split by {spec}. {REMEDY}"
             )
         parts = {d: math.prod(sizes[a] for a in names) for d, names in split_of(spec, tuple(axes))}
+        # Rounded up: the last slices have padding.
         shape = tuple(-(-length // parts.get(d, 1)) for d, length in enumerate(like.shape))
         slices.append(value.full(shape))
     return treedef.unflatten(slices)
@@ -237,7 +241,9 @@ def _refusal(name: str, source: JaxprEqn, what: str) -> ValueError:
     """The error; it names the transformation and the line of code that an equation comes from."""
     traceback = source.source_info.traceback
     frames = [] if traceback is None else traceback.frames
+    # Frames of JAX say nothing to users.
     own = [frame for frame in frames if not frame.file_name.startswith(JAX)]
+    # A transformation's update is a function inside of the one that users know.
     roots = (f.function_name.partition(".<locals>.update") for f in own)
     names = [root for root, found, _ in roots if found and root != "with_extra_args_support"][:1]
     lines = [f"{os.path.basename(frame.file_name)}:{frame.line_num}" for frame in own][:1]

@@ -71,6 +71,7 @@ class Part:
     @property
     def is_of_a_matrix(self) -> bool:
         """Whether it has products, and takes one matrix, its momentum and the like."""
+        # One shape: with several matrices the part mixes them.
         shapes = {v.aval.shape for v in self.given}  # type: ignore[attr-defined]
         products = (name_of(e) in PRODUCTS for own in self.equations for e in within(own))
         return len(shapes) == 1 and len(self.given) <= MOST and any(products)
@@ -118,6 +119,7 @@ def flat(closed: Any) -> Any:
         return interpret(program, args, rule, literal=constant_of, constant=lambda x: x)
 
     kinds: list[Any] = [v.aval for v in with_constants(closed)[0].invars]
+    # Weak types too, or the program would promote otherwise.
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in kinds]
     return jax.make_jaxpr(lambda *args: run(closed, args))(*types)
 
@@ -131,10 +133,10 @@ def owned(
     in an array that is split, or other axes split a matrix.
     """
     program = flat(closed)
-    found = _Finder(axis)
-    if not found.take(program, specs, result_specs):
+    finder = _Finder(axis)
+    if not finder.take(program, specs, result_specs):
         return None
-    steps = found.ordered(program)
+    steps = finder.ordered(program)
     return None if steps is None else Schedule(program, steps)
 
 
@@ -188,6 +190,8 @@ class _Finder:
         parts = dict.fromkeys(self.owner[v] for v in owned)
         origins = frozenset().union(*(self.origins[v] for part in parts for v in part.given))
         outside = [v for v in split if v not in origins]
+        # A matrix from elsewhere, as the parameter that an update is added to: results go back to
+        # slices first.
         if elementwise and outside:
             spec = self.split[outside[0]]
             if all(self._fits(v, spec) for v in owned):
@@ -195,6 +199,7 @@ class _Finder:
                     self.owner[v].results[v] = spec
                 self._elementwise(equation, outside)
                 return True
+        # Matrices travel over this axis alone, and an effect would happen on one worker.
         if equation.effects or not all(self._is_ours(self.split[v]) for v in split):
             return False
         part = self._joined(list(parts))
@@ -224,6 +229,7 @@ class _Finder:
 
     def _with_makers(self, part: Part) -> None:
         """Lets the owner compute what it is given from other things that it is given."""
+        # What an owner can compute from what it has need not travel.
         for v in [v for v in self.split if v in part.given][::-1]:  # what is made of others first
             others = {*part.given} - {v}
             equation = self.makers.get(v)
@@ -242,11 +248,13 @@ class _Finder:
         """Whether slices of an owner's value can travel to all workers."""
         given = self.owner[variable].given.items()
         like = {v.aval.shape for v, own in given if own == spec}  # type: ignore[attr-defined]
+        # Results travel like one of the matrices that came, with the same padding.
         return self._is_ours(spec) and variable.aval.shape in like  # type: ignore[attr-defined]
 
     def ordered(self, program: Any) -> list[JaxprEqn | list[Part]] | None:
         """The steps of the program; `None` if parts need results of each other."""
         jaxpr, _ = with_constants(program)
+        # By identity: equations that look alike are different steps.
         inside = {id(e) for part in self.parts for e in part.equations}
         known = {*jaxpr.invars, *jaxpr.constvars}
         waiting = [e for e in jaxpr.eqns if id(e) not in inside]
@@ -258,10 +266,12 @@ class _Finder:
                 (steps if ready else later).append(equation)
                 known |= {*equation.outvars} if ready else set()
             ready = [part for part in parts if known.issuperset([*part.given, *part.shared])]
+            # Neither a part nor an equation can run: parts wait for each other.
             if not ready and len(later) == len(waiting):
                 return None
             groups: dict[Any, list[Part]] = {}
             for part in ready:
+                # A group has one exchange, which shares its matrices out evenly.
                 groups.setdefault(alike(part), []).append(part)
                 known |= {*part.results}
             steps += groups.values()
@@ -280,6 +290,7 @@ class _Alike:
     def __call__(self, part: Part) -> tuple[Any, ...]:
         """Parts with equal results compute the same from their matrices, which are split alike."""
         shared = (self._number(v) for v in part.shared)
+        # Programs of equal text do the same; their constants are inputs.
         return str(part.program), *part.given.values(), *part.results.values(), *shared
 
     def _number(self, value: Any) -> int:
@@ -313,11 +324,13 @@ def run_group(
       owners: the workers.
     """
     first, axis = group[0], owners.axis
+    # Stacks have a dimension of matrices already.
     join = jnp.concatenate if first.stacked else jnp.stack
     arrays = *first.given.items(), *first.results.items()
     moves = [_Move(v, spec, owners, first.stacked) for v, spec in arrays]
     n_given = len(first.given)
     joined = [join(xs) for xs in zip(*given, strict=True)]
+    # Not strict: the moves of results follow.
     whole = [move.to_owner(x) for move, x in zip(moves, joined, strict=False)]
     if first.stacked:
         found = rows.run(first.program, whole, shared, axis)
@@ -356,6 +369,7 @@ class _Move(NamedTuple):
         """A share of whole matrices, from this worker's slices of all of them."""
         if not self.dimension:  # a slice of a stack has whole matrices
             return x
+        # Each owner gets as many matrices as others; the last ones may be zeros.
         x = Padding(-x.ndim, -len(x) % self.owners.axis.size).padded(x)
         return self.padding.cut(self._travels(x, 0, self.dimension))
 

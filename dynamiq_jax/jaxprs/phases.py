@@ -133,11 +133,14 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
 
     def walk(closed: Any, given: Sequence[Slot | Literal], scope: str) -> list[Slot | Literal]:
         def rule(equation: JaxprEqn, own: list[Slot | Literal]) -> Sequence[Slot | Literal]:
+            # A call with collectives is opened, so that rounds cut through it; others stay one
+            # equation.
             moves = any(map(is_collective, within(equation)))
             if moves and (called := _called(equation)) is not None:
                 inside = str(equation.source_info.name_stack)
                 return walk(called, own, "/".join(filter(None, (scope, inside))))
             number = max((rounds[slot] for slot in slots(own)), default=0)
+            # What a collective makes is there one round later.
             made = [fresh(number + moves) for _ in equation.outvars]
             operations.append(Operation(equation, tuple(own), tuple(made), number, moves, scope))
             return made
@@ -145,9 +148,11 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
         return interpret(closed, given, rule, literal=lambda atom: atom, constant=constant)
 
     makes = walk(closed, takes, "")
+    # Late sums first: without them more operations are the last, and may be views.
     early, late = _without_late(operations, small)
     computed, views = _without_views(early, makes)
     seeding, seeds = _of_words(computed, takes[len(takes) - n_words :], constants)
+    # Operations without arguments stay: others than seeds may need them, too.
     apart = {op.makes for op in seeding if not seeds.isdisjoint(op.makes)}
     computed = tuple(op for op in computed if op.makes not in apart)
     viewed = {slot for op in (*late, *views) for slot in op.makes}
@@ -156,6 +161,7 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
     count = max((op.round + 1 for op in computed if op.moves), default=0)
     moving = [op for op in computed if op.moves]
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
+    # One more than rounds, for what the last round brings.
     computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
     taken = slots(itertools.chain(*(op.takes for op in (*computed, *late, *views)), makes))
     seeds = tuple(sorted(seeds.intersection(taken)))
@@ -174,7 +180,7 @@ def _of_words(
     These operations depend only on seed words and on constants. They include operations without
     arguments, if others need these.
     """
-    seeds, found = set(words), {}
+    seeds, seeding = set(words), {}
     if not seeds:
         return (), seeds
     free: dict[Slot, dict[tuple[Slot, ...], Operation]] = {slot: {} for slot in constants}
@@ -188,12 +194,13 @@ def _of_words(
         needs = {}
         for slot in takes:
             needs |= free.get(slot, {})
+        # Constants alone give no seeds; their operations are noted for those that do.
         if seeds.isdisjoint(takes):
             free |= dict.fromkeys(op.makes, needs | {op.makes: op})
         else:
-            found |= needs | {op.makes: op}
+            seeding |= needs | {op.makes: op}
             seeds.update(op.makes)
-    return tuple(found.values()), seeds
+    return tuple(seeding.values()), seeds
 
 
 def seeds_of(traced: Traced, words: Array) -> dict[Slot, Array]:
@@ -215,6 +222,8 @@ def _payload_round(rounds: Sequence[Sequence[Operation]], computed: Iterable[Ope
 
     nbytes = [sum(_bytes(op.equation) for op in operations) for operations in rounds]
     number = nbytes.index(max(nbytes)) if nbytes else 0
+    # A later round with the same bytes may forward what has arrived, from a host's device to the
+    # next.
     while number:
         sent = {unchanged(slot) for op in rounds[number] for slot in slots(op.takes)}
         if not sent.issubset(slot for op in rounds[number - 1] for slot in op.makes):
@@ -234,6 +243,7 @@ def _computation(
 ) -> Computation:
     """The computation before a round."""
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
+    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
     others = (op.takes for op in operations if (op.round, op.moves) != (number, False))
     made = {slot for op in own for slot in op.makes}
     taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
@@ -254,6 +264,7 @@ def _without_late(
     """All operations but late ones, and the late ones; see `Traced.late`."""
     leads: set[Slot] = set()  # the values that some collective depends on
     ends: set[int] = set()  # the numbers of small sums that no collective depends on
+    # Backwards: an operation is seen after all that depend on it.
     for number, op in reversed([*enumerate(operations)]):
         if op.moves or not leads.isdisjoint(op.makes):
             sums = collective_of(name_of(op.equation)) == "psum"
@@ -263,6 +274,7 @@ def _without_late(
     made: set[Slot] = set()
     kept, late = [], []
     for number, op in enumerate(operations):
+        # What is made of a late sum is late as well.
         if number in ends or not made.isdisjoint(slots(op.takes)):
             made.update(op.makes)
             late.append(op)
@@ -278,6 +290,7 @@ def _without_views(
     needed: set[Slot] = set()
     wanted = set(slots(results))
     computed, views = [], []
+    # Backwards: a view that some computation takes must be known as no view of the results.
     for op in reversed(operations):
         if name_of(op.equation) not in VIEWS or not needed.isdisjoint(op.makes):
             computed.append(op)
@@ -324,6 +337,7 @@ class Progress:
     @property
     def result(self) -> Any:
         """The result of the function."""
+        # Late sums run here, next to those of other functions: XLA then joins them.
         run(self._traced.late, self._values)
         run(self._traced.views, self._values)
         leaves = self._traced.makes
@@ -348,19 +362,21 @@ class Progress:
         left = [operation for moves in traced.rounds[self._round :] for operation in moves]
         taken = [op.takes for op in (*left, *traced.late, *traced.views)]
         taken += [own.takes for own in traced.computations[self._round + self.computed :]]
+        # Constants are in the program already: a loop need not carry them.
         needed = {*slots(itertools.chain(*taken, traced.makes))} - traced.constants.keys()
         return {slot: self._values[slot] for slot in sorted(needed & self._values.keys())}
 
     def holding(self, held: Mapping[Slot, Array]) -> "Progress":
         """A call in the same state, of which this is `held`: in a loop that of the turn before."""
         values = {**self._traced.constants, **held}
-        found = Progress(self._traced, values, list(self._waits), self._round)
-        found.computed = self.computed
-        return found
+        same = Progress(self._traced, values, list(self._waits), self._round)
+        same.computed = self.computed
+        return same
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call with this `payload`; its last kernels have not run."""
         values = {**self._traced.constants, **payload}
+        # All rounds count as done: the payload has been through them.
         return Progress(self._traced, values, [*payload], len(self._traced.rounds))
 
     def compute(self) -> None:
@@ -368,12 +384,15 @@ class Progress:
         traced, computation = self._traced, self._traced.computations[self._round]
         self.done = not self.rounds_left
         if self.done:
+            # Taken before the last kernels run: these decode the payload, which is smaller than the
+            # result.
             known = {*traced.sources, *computation.takes} & self._values.keys()
             self.payload = {x: self._values[x] for x in sorted(known - traced.constants.keys())}
         self.computed = True
         made = computation.run({slot: self._values[slot] for slot in computation.takes})
         self._values.update(made)
         if self.done:
+            # Sources from earlier rounds have been waited for.
             self._waits = [slot for slot in traced.sources if slot in made]
         else:
             sent = (slot for op in traced.rounds[self._round] for slot in slots(op.takes))
@@ -381,6 +400,7 @@ class Progress:
 
     def prepare(self) -> None:
         """Runs everything before the round with the payload."""
+        # A call before may have computed it, to have the statistics ready.
         if not self.computed:
             self.compute()
         while self.light_left:

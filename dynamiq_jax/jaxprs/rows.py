@@ -110,6 +110,7 @@ def _bound(equation: JaxprEqn, data: Sequence[Array]) -> Array:
 def _common(operands: list[_Value]) -> int | None:
     """The row that all operands but scalars have."""
     rows = {x.row for x in operands if x.data.ndim}
+    # As of a row and a value for all rows, whose shape has the traced number of rows.
     if len(rows) > 1:
         raise _OtherError("elementwise")
     return rows.pop()
@@ -151,6 +152,7 @@ def _reshape(equation: JaxprEqn, operands: list[_Value]) -> _Value:
     if others or x.row is None or equation.params["dimensions"] is not None:
         raise _OtherError("reshape")
     shape = list(equation.params["new_sizes"])
+    # Rows stay rows if as many entries are before them as there were, in blocks of the same number.
     before = math.prod(equation.invars[0].aval.shape[: x.row])  # type: ignore[attr-defined]
     length = _length(equation, x)
     places = (d for d, k in enumerate(shape) if math.prod(shape[:d]) == before and k == length)
@@ -175,10 +177,13 @@ def _dot(equation: JaxprEqn, operands: list[_Value]) -> _Value:
     n_batch = len(batched[0])
     if left is not None and right is not None:
         pairs = list(zip(*batched, strict=True))
+        # Rows of both operands must meet one to one.
         if (left, right) not in pairs:
             raise _OtherError("dot_general")
         row = pairs.index((left, right))
     elif left in free[0]:
+        # The result's dimensions: batches, the free ones of the left operand, those of the right
+        # one.
         row = n_batch + free[0].index(left)
     elif right in free[1]:
         row = n_batch + len(free[0]) + free[1].index(right)
@@ -204,15 +209,18 @@ def _scan(equation: JaxprEqn, operands: list[_Value], types: _Types) -> list[_Va
         operands[parts.constants : last],
         operands[last:],
     )
+    # A scan over rows treats them one after the other.
     if any(x.row == 0 for x in over):
         raise _OtherError("scan")
     told: list[int | None] = []
 
     def step(carried: list[Array], taken: list[Array]) -> tuple[list[Array], list[Array]]:
         now = [_Value(x, like.row) for x, like in zip(carried, carry, strict=True)]
+        # The scan takes the first dimension away.
         rows = (None if like.row is None else like.row - 1 for like in over)
         own = [_Value(x, row) for x, row in zip(taken, rows, strict=True)]
         made = _run(body, [*constants, *now, *own], types)
+        # The next turn would find rows along another dimension.
         if [x.row for x in made[: len(carry)]] != [x.row for x in carry]:
             raise _OtherError("scan")
         told[:] = [None if x.row is None else x.row + 1 for x in made[len(carry) :]]

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
 
 def has_own_derivative(equation: JaxprEqn) -> bool:
     """Whether users may have written the derivative of an equation, or of one inside of it."""
+    # An effect counts too: the derivative runs the equation again, and a print would come twice.
     return any(own.effects or name_of(own).startswith(OWN_DERIVATIVE) for own in within(equation))
 
 
@@ -93,6 +94,8 @@ def keeps_terms(run: Callable[..., Sequence[Any]], typed: Sequence[Array]) -> bo
     """
 
     def back(*typed: Array) -> Any:
+        # Cotangents of typed results would have to be unreduced: the reshard's transpose makes them
+        # so.
         results = lambda *typed: [untyped(x) for x in run(*typed) if is_inexact(x)]
         found, pullback = jax.vjp(results, *typed)
         return pullback([0 * x for x in found])
@@ -118,6 +121,7 @@ def derive(
     Returns:
       The results; those without gradients, such as integers, are not typed.
     """
+    # All typed operands are reduced over the same axes, so the first one tells them.
     sharding = next(s for s in (jax.typeof(x).sharding for x in own) if s.spec.reduced)
     mesh, reduced = sharding.mesh, sharding.spec.reduced
     axes = _in_order(sharding)
@@ -141,6 +145,7 @@ def derive(
             return _rows(mesh, axes, x, P(*_split(x), unreduced=reduced))
 
         def terms(x: Array, like: Array, typed: bool) -> Array:
+            # An operand without a type has a whole gradient: the sum over rows is an all-reduce.
             if not typed:
                 return _put(mesh, jnp.sum(x, 0), P(*_split(like)))
             return _terms(mesh, axes, x, like)
@@ -166,10 +171,13 @@ def map_rows(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | Non
     derivative leaves each device its term.
     """
     params = equation.params
+    # Versions of JAX name this parameter differently.
     manual = "newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"
     names, specs = frozenset(params[manual]), list(params["in_specs"])
     shardings = [jax.typeof(x).sharding for x in operands]
     typed = {i: _in_order(s) for i, s in enumerate(shardings) if s.spec.reduced}
+    # Rows take the data axes for a dimension of their own: the map must run over these axes, and
+    # the operand must not be split by them already.
     if any(not {*axes} <= names - axes_of(specs[i]) for i, axes in typed.items()):
         return None
     given = list(operands)
@@ -179,6 +187,8 @@ def map_rows(equation: JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | Non
 
     def inner(*xs: Any) -> tuple[Any, ...]:
         own = [x[0] if i in typed else x for i, x in enumerate(xs)]
+        # The program was traced with operands that are the same on all workers, and a row varies.
+        # Without check_vma no type tells the difference.
         run = _more_varying if params["check_vma"] else _plainly
         return tuple(run(params["jaxpr"], own))
 
@@ -210,10 +220,13 @@ def _more_varying(program: Any, args: Sequence[Any]) -> list[Any]:
             varying_axes(x) - varying_axes(v.aval) for x, v in pairs
         ):
             raise NotImplementedError(f"terms in {name}")
+        # JAX refuses the cast of an operand that varies already.
         if name in CASTS:
             return Axis(equation.params["axes"]).to_varying(operands)
         if name in JITS:
             return _more_varying(inner_jaxprs(equation)[0], operands)
+        # JAX's operations take operands that vary over the same axes alone; collectives have rules
+        # of their own.
         if collective_of(name) is None:
             names = frozenset().union(*map(varying_axes, operands))
             operands = Axis(tuple(names)).to_varying(operands) if names else operands
@@ -346,13 +359,17 @@ def per_use(closed: Any, values: Sequence[Value], uses: Uses) -> list[Value]:
 
     def constant(x: Any) -> Value:
         own = x if isinstance(x, Array) else jnp.asarray(x)  # rules of users may index it
+        # A tracer belongs to the program around the loss, and may depend on examples.
         return value_of(own, isinstance(x, Tracer))
 
     def rule(equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        # A call is opened: one of its equations may have no rule while all others have one.
         if name_of(equation) in JITS:
             return per_use(inner_jaxprs(equation)[0], operands, uses)
         if gather := gather_of(equation):
             return _gathered(gather, operands, uses)
+        # A call of `fsdp` inside makes the twins there, so that program must be opened even where
+        # no examples go in.
         if any(x.data for x in operands) or _has_gathers(equation):
             return _with_data(equation, operands, uses)
         return _of_parameters(equation, operands, id(equation) in kept)
@@ -390,10 +407,12 @@ def _gathered(gather: "Gather", operands: list[Value], uses: Uses) -> list[Value
     values = gather.values(shards, words)
     made = []
 
+    # One call types all leaves, so that one collective sums the gradients of all.
     @functools.cache
     def typed() -> list[Array]:
         return gather.typed(shards, words, values)
 
+    # Not strict: a key's words may come after the shards.
     for place, (number, x) in enumerate(zip(gather.chosen, operands, strict=False)):
         uses.gathered |= x.leaves
         own = functools.partial(_at, typed, place)
@@ -401,6 +420,7 @@ def _gathered(gather: "Gather", operands: list[Value], uses: Uses) -> list[Value
             plain = functools.partial(gather.plain, place, shards[place], values[place])
             made.append(Value(plain, own, x.leaves, x.data))
         else:
+            # JAX sums the gradient of a small leaf in any case, so one value serves all uses.
             made.append(Value(own, leaves=x.leaves, data=x.data))
     return made
 
@@ -423,11 +443,14 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
         for x, own in zip(operands, plain, strict=True):
             # Of an expert that data axes split no other worker has terms.
             apart = name == MAP and axes_of(jax.typeof(own).sharding.spec) >= uses.axes
+            # What depends on examples as well has met them at an earlier use, which has been
+            # counted.
             if x.leaves and not x.data and not apart and own.size >= SMALL:
                 for leaf in x.leaves:
                     uses.native.setdefault(leaf, x.broken or name)
         made = evaluate(equation, *plain)
     elif name not in _RUNNERS:
+        # Runners tell of the uses inside of them.
         uses.typed.update(*(x.leaves for x in operands if x.typed is not None))
     return [Value(functools.partial(_same, x), leaves=leaves) for x in made]
 
@@ -435,6 +458,7 @@ def _with_data(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Va
 def _typed(equation: JaxprEqn, operands: list[Value], uses: Uses) -> Sequence[Any] | None:
     """The results for typed operands; `None` if JAX refuses these."""
     name = name_of(equation)
+    # An attempt that JAX refuses must leave no marks: plain operands then make their own.
     before = {*uses.wanted}, {*uses.typed}, dict(uses.native), {*uses.gathered}
     try:
         if name in _RUNNERS:
@@ -472,6 +496,7 @@ def _by_rule(equation: JaxprEqn, operands: list[Value]) -> Sequence[Any] | None:
             own[i] = x
         return evaluate(equation, *own)
 
+    # JAX may take these operands and still sum their gradients; then the plain twins serve.
     typed = [twins[i] for i in places]
     return run(*typed) if keeps_terms(run, typed) else None
 
@@ -484,6 +509,7 @@ def _of_parameters(equation: JaxprEqn, operands: list[Value], kept: bool) -> lis
     leaves = frozenset().union(*(x.leaves for x in operands))
     name = name_of(equation)
 
+    # A twin is made when it is first wanted: where nobody takes the typed one, no rule is needed.
     @functools.cache
     def plainly() -> Sequence[Any]:
         return evaluate(equation, *(x.plain() for x in operands))
@@ -519,11 +545,14 @@ def _derived(equation: JaxprEqn, operands: list[Value], kept: bool) -> Sequence[
     """The typed results of an equation on parameters; a result without a rule is `None`."""
     none = [None] * len(equation.outvars)
     pairs = list(zip(operands, equation.invars, strict=True))
+    # Beside a large operand without a typed twin the result has none: JAX sums that gradient, and
+    # `broken` says why.
     large = [x for x, v in pairs if v.aval.size >= SMALL]  # type: ignore[attr-defined]
     if any(x.broken for x in large) or not any(x.typed is not None for x in operands):
         return none
     if name_of(equation) == "reshard":
         return _resharded(equation, operands[0], kept)
+    # JAX's own rule needs no rows; `derive` serves where there is none.
     if name_of(equation) in TYPED and all(map(is_inexact, equation.outvars)):
         with contextlib.suppress(*refusals()):
             if (found := _by_rule(equation, operands)) is not None:
@@ -579,12 +608,16 @@ def kept_here(jaxpr: Any, axes: Collection[str]) -> set[int]:
     def splits(equation: JaxprEqn) -> bool:
         if name_of(equation) != "reshard":
             return False
+        # If one data axis does not split the result, the gradient is whole over that axis, and no
+        # term.
         return {*axes} <= axes_of(P(*equation.params["dst_sharding"].spec.partitions))
 
     def is_split(variable: Any) -> bool:
+        # The uses of a result of this program are out of sight here.
         return variable not in own.outvars and all(map(splits, users.get(variable, ())))
 
     return {
+        # By identity: an equation that looks alike may have other users.
         id(equation)
         for equation in own.eqns
         if name_of(equation) == "reshard"
@@ -605,25 +638,27 @@ def _users(jaxpr: Any) -> dict[Any, list[JaxprEqn]]:
 
 def _results_of_uses(jaxpr: Any, variable: Any) -> list[Any] | None:
     """The results of all uses of a variable, where each is one of `ON_AUTO`; else `None`."""
-    found: list[Any] = []
+    results: list[Any] = []
     if variable in jaxpr.outvars:
         return None
     for equation in _users(jaxpr).get(variable, ()):
+        # An equation that takes it twice has gradients by both operands, and reads rows of one.
         if sum(atom is variable for atom in equation.invars) != 1:
             return None
         if name_of(equation) in ON_AUTO:
-            found += equation.outvars
+            results += equation.outvars
         elif name_of(equation) in JITS:
             inner = with_constants(inner_jaxprs(equation)[0])[0]
             (place,) = (i for i, atom in enumerate(equation.invars) if atom is variable)
             made = _results_of_uses(inner, inner.invars[place])
+            # Such a result is used inside, on Auto axes, before data axes split it.
             if made is None or any(_users(inner).get(x) or x not in inner.outvars for x in made):
                 return None
             pairs = zip(equation.outvars, inner.outvars, strict=True)
-            found += [outer for outer, x in pairs if x in made]
+            results += [outer for outer, x in pairs if x in made]
         else:
             return None
-    return found
+    return results
 
 
 def _resharded(equation: JaxprEqn, operand: Value, kept: bool) -> list[Any]:
@@ -712,6 +747,7 @@ def _run_inner(
     unused: frozenset[int] = frozenset()
     named: dict[int, str] = {}  # why a twin is unused, which a run without it cannot tell
     while True:
+        # New `Uses` each time: what a run that was given up has marked does not count.
         inner = _Inner(operands, frozenset(wanted), unused, Uses(uses.axes))
         try:
             found = run(inner)
@@ -725,6 +761,7 @@ def _run_inner(
             unused |= idle
             named |= inner.uses.native
             continue
+        # Inside, parameters are numbered as operands; outside by their leaves.
         for number, name in (inner.uses.native | named).items():
             for leaf in operands[number].leaves:
                 uses.native.setdefault(leaf, name)
@@ -763,6 +800,7 @@ def _scan(equation: JaxprEqn, operands: list[Value], uses: Uses) -> list[Any]:
             own = iter(row)
             given = [next(own) if r else x for x, r in zip(arrays, is_row, strict=True)]
             values = inner.values(given)
+            # Operands of the body: constants, what is carried, rows.
             values[n_consts:n_consts] = map(value_of, carry)
             found = [x.plain() for x in per_use(params["jaxpr"], values, inner.uses)]
             return found[:n_carry], found[n_carry:]
@@ -790,6 +828,7 @@ def scan_typed(
     if not 1 < unroll < length or unrolls_typed():
         return lax.scan(body, carry, rows, length=length, reverse=reverse, unroll=unroll)
     turns, rest = divmod(length, unroll)
+    # The turns that are left over are the last that run: at the start of the rows if reversed.
     first, last = (rest, length) if reverse else (0, length - rest)
     once = jax.jit(body)  # traced once for all of its calls
 
@@ -809,6 +848,7 @@ def scan_typed(
         return carry, made
     ends = (0, first) if reverse else (last, length)
     over = [part(x, *ends) for x in rows]
+    # Unrolled as a whole, for which JAX has a rule.
     carry, more = lax.scan(body, carry, over, length=rest, reverse=reverse, unroll=rest)
     pairs = (more, made) if reverse else (made, more)
     return carry, jax.tree.map(lambda *ys: jnp.concatenate(ys), *pairs)

@@ -166,6 +166,7 @@ class Flow(Generic[Value]):
         """The values that a loop carries once another ``step`` adds nothing, and its rows."""
         while True:
             made = step(carry)
+            # Facts only grow by joining, so this ends.
             after = [self.join(own) for own in zip(carry, made, strict=False)]
             if after == carry:
                 return carry, made[len(carry) :]
@@ -238,14 +239,14 @@ def inputs_of(program: Any, takes: Takes, *, alone: bool = False, ends: str = ""
     If ``alone``, operands count that are made of one input, and of nothing else in the program. The
     results of the primitive ``ends`` count as data.
     """
-    found: set[int] = set()
+    numbers: set[int] = set()
 
     def watch(sources: _Numbers) -> None:
-        found.update(sources if not alone or len(sources) == 1 else ())
+        numbers.update(sources if not alone or len(sources) == 1 else ())
 
     count = len(with_constants(program)[0].invars)
     _Sources(watch, takes, ends)(program, [_Numbers({i}) for i in range(count)])
-    return found - {DATA}
+    return numbers - {DATA}
 
 
 def inputs_behind(program: Any, ends: str) -> set[int]:
@@ -307,6 +308,7 @@ class _Passed(Flow[_Argument]):
 
     def join(self, facts: Sequence[_Argument]) -> _Argument:
         """See `Flow`."""
+        # A choice between two arguments is neither of them.
         return facts[0] if len({*facts}) == 1 else None
 
     def made(self, equation: JaxprEqn, operands: list[_Argument]) -> list[_Argument]:

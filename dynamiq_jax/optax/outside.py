@@ -49,6 +49,7 @@ class Outside(NamedTuple):
         def local(updates: Any, *rest: Any) -> Any:
             if self.stacked:
                 updates = jax.tree.map(lambda x: x[0], updates)
+            # A sum also for a mean: the loss has divided by all examples already.
             return step(updates, *rest, op="sum", moved=self.moved)
 
         mapped = jax.shard_map(
@@ -62,6 +63,7 @@ class Outside(NamedTuple):
             with set_around(self.mesh, alone=True):
                 return mapped(updates, state, params, extra)
         except NotImplementedError as error:
+            # JAX has no type of its own for this error.
             if "Closing over" not in str(error):
                 raise
             raise ValueError(
@@ -95,6 +97,7 @@ def on_auto_axes(
                 f"sharded found no map over axis {axis.name!r}, and no mesh that has it; call it "
                 "under jax.shard_map, or take gradients by dq.value_and_grad(unreduced=True)"
             )
+        # With one worker nothing is summed.
         if axes_above_one(axis.names, mesh.shape) and n_leaves:
             warn_of_sums(axis)
         own = _whole_specs(state, mesh, axis)
@@ -104,6 +107,7 @@ def on_auto_axes(
     check_terms(axis, axes)
     own = _whole_specs(state, mesh, axis)
     for leaf, spec, expected in zip(describe_leaves(params), given, own, strict=True):
+        # The map would gather such gradients, or cut them, in every step.
         if not _alike(spec, expected, mesh):
             raise ValueError(
                 f"leaf {leaf.path}: the gradient is sharded as {spec} over other axes than "
@@ -141,8 +145,8 @@ def on_explicit_axes(axis: Axis, updates: Any, params: Any) -> Outside:
     mesh = mesh_of((updates, params))
 
     def specs_of(tree: Any) -> tuple[P, ...]:
-        found = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
-        return tuple(P(*spec.partitions, unreduced=spec.unreduced) for spec in found)
+        specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)]
+        return tuple(P(*spec.partitions, unreduced=spec.unreduced) for spec in specs)
 
     check_axes(updates, axis, mesh)
     moved = tuple(bool(unreduced_axes(x)) for x in jax.tree.leaves(updates))

@@ -108,6 +108,7 @@ def first_memory(params: Any, axis: Axis, compression: Compression) -> PerWorker
     sizes, inside = known_sizes(axis)
 
     def first() -> Any:
+        # Any number above 1 tells whether the method has memory.
         known = sizes or (2,) * len(axis.names)
         return compression.init_state(params, known, stacked=not inside)
 

@@ -174,6 +174,7 @@ class ShardedState(Part):
 def _whole_along(x: Array, dimension: int) -> Array:
     """``x``, on Explicit axes not sharded along a dimension, whose new length may not divide."""
     sharding = jax.typeof(x).sharding
+    # On Auto axes the compiler pads by itself.
     if not is_explicit(sharding.mesh):
         return x
     entries = [*sharding.spec, *[None] * (x.ndim - len(sharding.spec))]
@@ -317,10 +318,13 @@ def sharded(
         start = _Start(inner, total, specs, deferred, around)
         if around is None:
             return start(params)
+        # A traced state is placed by the program around it; a concrete one is made on its devices
+        # below.
         if not isinstance(around, Mesh) or is_traced(params):
             with set_around(around, alone=True):
                 return start(params)
         placed = lambda x: placement_of(x, around) or P()
+        # Inside of the program that makes the state, tracers hide these shardings.
         own = jax.tree.map(placed, params) if specs is None else specs
         return placed_state(lambda x: start._replace(specs=own)(x), params, around)
 
@@ -367,6 +371,7 @@ def _places(
     n = math.prod(sizes)
     leaves, held, split_by, taken = describe_leaves(params), [], [], []
     for leaf, spec in zip(leaves, given, strict=True):
+        # 8-bit parameters pass: f32 holds each of their values.
         if not jnp.issubdtype(leaf.dtype, jnp.floating) or leaf.dtype.itemsize > 4:
             raise ValueError(
                 f"leaf {leaf.path} is {leaf.dtype.name}, and its master would be float32, which "
@@ -386,15 +391,16 @@ def _places(
         held.append(dataclasses.replace(leaf, shape=shape))
         split_by.append(entries)
         taken.append([d for d, k in enumerate(parts) if k > 1])
-    whole, found = [], []
-    told = divisions(compression, held, taken, sizes)
-    for leaf, entries, (large, dimension) in zip(leaves, split_by, told, strict=True):
+    whole, placed = [], []
+    divided = divisions(compression, held, taken, sizes)
+    for leaf, entries, (large, dimension) in zip(leaves, split_by, divided, strict=True):
         if large and dimension is not None:
             entries[dimension] += axis.names
         elif large:
             whole.append(leaf)
-        found.append(P(*(names or None for names in entries)))
+        placed.append(P(*(names or None for names in entries)))
     nbytes = sum(leaf.nbytes for leaf in whole)
+    # A few such leaves, as of odd embeddings, cost little; a tenth of all undoes the saving.
     if nbytes > sum(leaf.nbytes for leaf in leaves) / 10:
         names = ", ".join(f"{leaf.path} {leaf.shape}" for leaf in whole[:4])
         warn(
@@ -402,7 +408,7 @@ def _places(
             f"axis {axis.name!r} can split, and every worker updates all of them: {names}; make "
             f"one a multiple of {n}, or longer than {n} and not split by other axes",
         )
-    return found
+    return placed
 
 
 def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
@@ -413,13 +419,13 @@ def _splits_of_state(state: Any, params: Any, placed: list[P]) -> list[P]:
     """
     leaves = zip(jax.tree_util.tree_leaves_with_path(params), placed, strict=True)
     named = [(path, x.shape, spec) for (path, x), spec in leaves]
-    found = []
+    splits = []
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         like = [(own, spec) for own, shape, spec in named if shape == x.shape]
         if len({spec for _, spec in like}) > 1:
             like = [(own, spec) for own, spec in like if path[len(path) - len(own) :] == own]
-        found.append(like[0][1] if like else P())
-    return found
+        splits.append(like[0][1] if like else P())
+    return splits
 
 
 # --- The first state ------------------------------------------------------------------------------
@@ -465,6 +471,7 @@ class _Start(NamedTuple):
             # Otherwise the masters' sharding spreads to the parameters that the program makes, and
             # every step gathers them exactly.
             params = constrained(params, self.mesh, told)
+        # Copies even of f32: the state is donated, and parameters stay the user's.
         masters = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
         layout = self._layout(masters, placed, sizes, inside)
         if inside:
@@ -497,6 +504,7 @@ class _Start(NamedTuple):
         """The whole shapes, specs and padding of the masters and of the inner state."""
         axis = self.total.axis
         names = frozenset().union(*map(axes_of, placed))
+        # Outside of maps arrays are whole, so no axis makes slices of them.
         counts = {name: lax.axis_size(name) if inside else 1 for name in names}
         # Inside a map parameters are whole but for other axes than ours.
         others = {name: 1 if name in axis.names else count for name, count in counts.items()}
@@ -525,6 +533,7 @@ class _Start(NamedTuple):
         leaves, treedef = jax.tree.flatten((masters, self._state_of(layout, masters)))
         triples = zip(leaves, layout.splits, layout.padding, strict=True)
         return treedef.unflatten(
+            # The inner optimizer may start from other numbers than zeros; padding must be zeros.
             axis.to_varying(zeros.cleared(x, axis)) if split_of(p, axis.names) else x
             for x, p, zeros in triples
         )
@@ -532,7 +541,7 @@ class _Start(NamedTuple):
     def _wholes(self, masters: Any, layout: _Layout, params: Any) -> tuple[Any, Any]:
         """The whole masters and the whole inner state, padded, outside of maps."""
         state = self.inner.init(masters)
-        # Refuses what slices cannot have.
+        # Refuses what slices cannot have, before the first update would.
         jax.eval_shape(functools.partial(self._state_of, layout), masters)
         leaves, treedef = jax.tree.flatten((masters, state))
         leaves = [zeros.padded(x) for zeros, x in zip(layout.padding, leaves, strict=True)]
@@ -546,6 +555,7 @@ class _Start(NamedTuple):
     def _no_step(self, params: Any, count: int, inside: bool) -> PerWorker:
         """The step of `Sent` before the first update."""
         axis = self.total.axis
+        # No step has this number, so the copies of a new state say nothing.
         step = jnp.full(count, -1, jnp.int32)
         if inside:
             step = axis.to_varying(step)
@@ -614,6 +624,7 @@ class _Leaves(NamedTuple):
         wide = [x.dtype for x in jax.tree.leaves(state.sent.copies)]
         of = zip(self.slices, _slices(added, self.total), wide, strict=True)
         copies = [_sum(x, y).astype(jnp.promote_types(x.dtype, dtype)) for x, y, dtype in of]
+        # One barrier for each leaf: users add that leaf's update after its copy is taken.
         pairs = list(map(together, copies, added))
         copies = self.treedef.unflatten(copy for copy, _ in pairs)
         return Sent(state.sent.step.after(state.step + 1), copies), [x for _, x in pairs]
@@ -648,10 +659,12 @@ class _Update(NamedTuple):
         moved: tuple[bool, ...],
     ) -> tuple[Any, ShardedState]:
         """The copy's updates, and the next state; JAX has summed leaves that have not ``moved``."""
+        # From the state as it came: the lines below replace its masters.
         held, sent_at = jax.tree.leaves(state.masters), state.sent.step.own()
         given = self._leaves(state, held, params, op)
         state = dataclasses.replace(state, masters=given.followed(state, sent_at))
         key = jax.random.fold_in(jax.random.key(0) if self.key is None else self.key, state.step)
+        # Two roundings of one step must not share noise.
         for_gradients, for_differences = jax.random.split(key)
 
         terms = jax.tree.leaves(updates)
@@ -662,6 +675,7 @@ class _Update(NamedTuple):
         pairs = zip(given.total.placement.padding, means, strict=True)
         means = [p.cleared(x, given.total.axis) for p, x in pairs]  # of their noise
         norm = _norm(means, given.placed)
+        # One number says it for all leaves and workers, so that all of them skip the same steps.
         finite = jnp.isfinite(norm)
         gradients = given.treedef.unflatten(self._clipped(means, norm))
         masters, inner = self._stepped(state, gradients, given, extra)
@@ -678,7 +692,9 @@ class _Update(NamedTuple):
             pending.check_taken()
             found = given.exact_differences(masters)
             words = key_words(for_differences)
+            # After a skipped step nothing has moved, and the next one must add nothing.
             pending = dataclasses.replace(pending, ready=finite, words=words)
+        # A choice, not a product with 0: NaN times 0 is NaN.
         added = [jnp.where(finite, x, jnp.zeros_like(x)) for x in found]
         own = {"masters": masters, "inner": inner, "pending": pending}
         own["sent"], added = given.sent(state, added)
@@ -702,6 +718,7 @@ class _Update(NamedTuple):
         """The gradient, scaled down to the largest norm if its norm is larger."""
         if self.max_norm is None:
             return means
+        # In the order of operations of optax.clip_by_global_norm.
         return [jnp.where(norm < self.max_norm, x, x / norm * self.max_norm) for x in means]
 
     def _stepped(
@@ -710,6 +727,7 @@ class _Update(NamedTuple):
         """The masters and the inner state after a step of the inner optimizer."""
         placed = given.placed
         like = whole_arrays((state.masters, state.inner), state.splits, given.sizes, state.padding)
+        # Matrices travel in f32 if differences of parameters travel exactly.
         exactly = given.total.gathers_exactly(describe_leaves(state.masters))
         steps, inner = on_slices(
             lambda g, s, p: self.inner.update(g, s, p, **extra),
@@ -723,6 +741,7 @@ class _Update(NamedTuple):
         masters = jax.tree.map(lambda x, u: x + u.astype(jnp.float32), state.masters, steps)
         leaves, both = jax.tree.flatten((masters, inner))
         pairs = zip(state.padding, leaves, strict=True)
+        # An update need not be 0 where the gradient and the master are.
         return both.unflatten(p.cleared(x, given.total.axis) for p, x in pairs)
 
     def _check_copies(self, params: Any, masters: list[Array], total: Reduction) -> None:
@@ -743,6 +762,7 @@ class _Update(NamedTuple):
         """
         leaves = describe_leaves(params)
         found, own, wholes = ([x.shape for x in values] for values in (terms, masters, leaves))
+        # First: without split leaves both shapes are the same.
         if found == wholes:
             return False
         if found == own:
@@ -769,6 +789,7 @@ class _Update(NamedTuple):
         """This worker's slices of the gradient, f32."""
         axis, splits = total.axis, total.placement.splits
         some = {i: x for i, (x, is_moved) in enumerate(zip(terms, moved, strict=True)) if is_moved}
+        # Without types, or with one worker, replicated terms cannot be told from others.
         tracked = axis.tracked and axis.size > 1
         for i, x in some.items() if tracked else ():
             if splits[i] and axis.replicates(x):
@@ -805,6 +826,7 @@ class _Update(NamedTuple):
         with errors_return():
             gathered = total.some(own).gather(_some(masters, own), key)
         for i, whole in zip(own, jax.tree.leaves(gathered), strict=True):
+            # In f32: the difference of two bf16 numbers need not be one.
             wide = (x.astype(jnp.float32) for x in (whole, given.copies[i]))
             found[i] = operator.sub(*wide) if exactly[i] else whole
         return found
@@ -848,6 +870,7 @@ def _counted(state: ShardedState, finite: Array, norm: Array, **own: Any) -> Sha
         state,
         step=state.step + 1,
         skipped=state.skipped + (1 - finite.astype(jnp.int32)),
+        # `None` in a state of an earlier version, which keeps its structure.
         norm=None if state.norm is None else norm,
         skipped_in_a_row=None if in_a_row is None else jnp.where(finite, 0, in_a_row + 1),
         **own,
@@ -929,6 +952,7 @@ def gathered(params: Any, opt_state: Any, mesh: Mesh | None = None) -> Any:
     axis, specs = pending.total.axis, state.specs()
     if axis.mapped:
         return _current(params, state)
+    # What the user says comes first, then where arrays are, then what is set.
     known = [*([] if mesh is None else [mesh]), *meshes_of(state.masters), get_abstract_mesh()]
     around = next((m for m in known if axis.names[0] in m.axis_names), None)
     if around is None:
@@ -1043,6 +1067,7 @@ def _pairs(count: Any, norm: Any) -> Iterator[tuple[int, float]]:
     def numbers(x: Any) -> list[Any]:
         if isinstance(x, Array):
             shards = x.addressable_shards
+            # Only what this process can read: no collective runs outside of the step.
             parts = [shard.data for shard in (shards[:1] if x.is_fully_replicated else shards)]
         else:
             parts = [x]
@@ -1071,6 +1096,7 @@ def _with_masters(state: ShardedState, params: Any) -> ShardedState:
             )
         if axis.mapped:
             return value
+        # Concrete arrays go where the former master is.
         if not isinstance(master, Tracer):
             return jax.device_put(value, master.sharding)
         around = auto_mesh_of(axis, master)

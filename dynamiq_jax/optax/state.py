@@ -123,6 +123,7 @@ def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
     check_nodes(params)
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
+    # `jax.set_mesh` is not allowed while JAX traces.
     around = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if traced else jax.set_mesh(mesh)
     with around:
         shapes = jax.eval_shape(start, params)
@@ -130,6 +131,7 @@ def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
             return jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
         try:
+            # Compiled, so that no device ever holds the whole state.
             return jax.jit(start, out_shardings=shardings)(params)
         except ValueError as error:
             if "incompatible devices" not in str(error):
@@ -224,6 +226,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         names = [name_of((*path, *within)) for within, _ in leaves]
         now = [leaf for _, leaf in leaves]
         then = [old.get(name) for name in names]
+        # Another number of workers pads otherwise: the shapes agree only after this.
         if len(names) == 1 and names[0] in unpadded and then[0] is not None:
             then = [_padded_anew(then[0], unpadded[names[0]], now[0].shape)]
         pairs = list(zip(then, now, strict=True))
@@ -263,6 +266,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
                 note = f"was reset, from {shapes[0][0]} to {workers}"
             notes += [] if part.largest else [f"{shown(name_of(path))} {note}"]
         done.append(jax.tree.unflatten(inner, values))
+    # Fields that are gone may still be in what was saved.
     former = {(*name_of(path), field) for path, part in _parts(fresh) for field in part.former}
     is_former = lambda name: any(name[:n] in former for n in range(len(name) + 1))
     _check_places([name for name in old if not is_former(name)], parts)
@@ -279,6 +283,7 @@ def _check_places(saved: list[Name], parts: list[tuple[tuple, Any]]) -> None:
             memories.append("/".join((*name_of(path), "value", "")))
         leaves, _ = jax.tree_util.tree_flatten_with_path(part)
         places.update(name_of((*path, *within)) for within, _ in leaves)
+    # With the slash at the end, "memory" is no beginning of "memory_of_another".
     inside = lambda name: "/".join((*name, "")).startswith(tuple(memories))  # also if joined
     spare = [shown(name) for name in saved if name not in places and not inside(name)]
     if spare:
@@ -347,6 +352,7 @@ def _padded_anew(x: Any, own: tuple[int, ...], shape: tuple[int, ...]) -> Any:
     if any(length < least for length, least in zip(found, own, strict=True)):
         return x
     x = _on_host(x)
+    # Padding is at the ends alone, so the leaf is a corner of the array.
     leaf = x[tuple(map(slice, own))]
     if np.count_nonzero(x) != np.count_nonzero(leaf):  # these are no zeros
         return x
@@ -377,6 +383,7 @@ def _in_words(saved: dict[Name, Any], fresh: dict[Name, Any]) -> dict[Name, Any]
 
     def own(name: Name) -> Name:
         joined = "/".join(name)
+        # Two saved leaves with one joined name must not take the same place.
         if name in fresh or counts[joined] > 1:
             return name
         forms = (joined, f"{joined}/value", joined.removesuffix("/value"))
@@ -545,6 +552,7 @@ def _warn_of_clips(function: str) -> None:
         # `init` of a chain is on the stack without these variables.
         if name not in ("chain", "named_chain") or not {"update_fns", "name"} & local.keys():
             continue
+        # A clip after the reduction sees the mean, as it should.
         before, _ = _neighbours(name, local)
         for clip in filter(_CLIPS.__contains__, before):
             remedy = _CLIPS[clip] if function == "sharded" else _AFTER_REDUCTION

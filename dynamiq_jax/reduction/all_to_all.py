@@ -197,6 +197,7 @@ def _exchange(x: Array, seed: Seed, axis: Axis, method: Method, backward: Plan) 
 
 def _exchange_backward(axis, method, backward, seed, cotangent):
     # An exchange of rows is its own transpose.
+    # Other noise than forwards, from the same key.
     seed, (bucket,) = fold_seed(jnp.asarray(seed), 1), backward.buckets
     with jax.named_scope(remember(backward)):
         own = bucket.route.method.of_bucket(bucket)

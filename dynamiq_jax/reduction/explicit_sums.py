@@ -56,6 +56,7 @@ def reduce_outside(
             "loss that divides by all of its examples or tokens gives means"
         )
     several = axes_above_one(total.axis.names, mesh_of(tree).shape)
+    # With one worker there is nothing to sum.
     if several and not any(map(unreduced_axes, jax.tree.leaves(tree))):
         warn(
             f"no leaf is unreduced over axis {name!r}: outside of maps they count as summed "
@@ -102,6 +103,7 @@ def reduce_unreduced(
     own = dataclasses.replace(total, op="sum").with_specs(moving(terms))
     own = own.placed([targets[i] for i in moves], over=axes_above_one(axis.names, mesh.shape))
     found = Reduced(moving(leaves), None, None)
+    # A state and metrics come out of the map even where nothing moves.
     if moves or state is not None or metrics:
         pairs = zip(terms, leaves, strict=True)
         given = moving([P(*spec, unreduced=unreduced_axes(x)) for spec, x in pairs])
@@ -143,6 +145,7 @@ def _with_exact_tangent(
     def _(primals: Any, tangents: Any) -> tuple[Any, Any]:
         found = summed(*primals)
         results, structure = jax.tree.flatten(found)
+        # Not strict: states and metrics follow the sums, and have no tangent.
         pairs = zip(jax.tree.leaves(tangents[0]), results, strict=False)
         exact = [resharded(x, mesh, P(*jax.typeof(y).sharding.spec.partitions)) for x, y in pairs]
         rest = map(_zero_tangent, results[len(exact) :])
@@ -196,12 +199,14 @@ def marked(sums: dict[int, Array], plan: Plan, why: Mapping[int, str]) -> dict[i
         for leaf in leaves
         if leaf.index in sums and (leaf.index in reasons or leaf.index in why)
     )
+    # No mark where nothing travels.
     if not natives or plan.n_workers == 1:
         return sums
     told = Plan("all-reduce", plan.sizes, exact=natives, limited=plan.limited, by_jax=True)
     warn_of_native(told, sum(leaf.nbytes for leaf in large if leaf.index not in sums))
     first = natives[0].leaf.index
     with jax.named_scope(remember(told)):
+        # One mark is enough: its scope names the plan of all.
         return sums | {first: checkpoint_name(sums[first], told.scope)}
 
 
@@ -221,6 +226,7 @@ def check_axes(tree: Any, axis: Axis, mesh: AbstractMesh) -> None:
 
 def scattered_spec(spec: P, axis: Axis) -> P:
     """The spec after data axes have split each device's part: data axes come last."""
+    # The sort is stable: within both groups the order of the spec stays.
     entries = (sorted(names_of(entry), key=axis.names.__contains__) for entry in spec)
     return P(*(tuple(entry) or None for entry in entries))
 

@@ -101,6 +101,7 @@ def check_state(state: Any, expected: tuple, plan: Plan) -> list:
     methods = list(dict.fromkeys(bucket.route.method for bucket in plan.buckets))
     if state is None:
         needing = [m for m in methods if m.needs_state]
+        # One worker sends nothing, and needs no memory.
         if needing and plan.buckets[0].route.n_workers > 1:
             raise ValueError(
                 f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
@@ -148,6 +149,7 @@ def weighted(
             "reduce such leaves apart, or cast them to f32"
         )
     share = share_of(weight, axis)
+    # What is equal on all workers is its own mean, whatever the weights are.
     alike = {i for i, why in fixed.items() if why != "native"}
     return [x if i in alike else weigh(jnp.asarray(x), share) for i, x in enumerate(values)]
 
@@ -162,6 +164,7 @@ def share_of(weight: Array | float, axis: Axis) -> Array:
     unit = jnp.where(largest > 2.0**64, jnp.float32(2.0**-64), 1.0)
     weight = (weight * unit) / jnp.where(largest > 0, largest * unit, 1.0)
     total = axis.psum(weight)
+    # The inner choice keeps the derivative of the outer one from dividing by 0.
     return jnp.where(total == 0, 0.0, weight * (axis.size / jnp.where(total == 0, 1.0, total)))
 
 
@@ -170,6 +173,7 @@ def weigh(x: Array, share: Array | None) -> Array:
     if share is None:
         return x
     wide = x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+    # A choice: NaN of a worker without examples must not get through.
     return jnp.where(share == 0, 0.0, x.astype(wide) * share.astype(wide)).astype(x.dtype)
 
 
@@ -213,6 +217,7 @@ class AllReduce(NamedTuple):
         push = route.push if self._pushes(plan, number) else None
         way = _Way(self.axis, method, route.flat, divisor, self.metrics, push, self.asks)
         run = self.axis.program(_reduce_bucket)
+        # The encoding has no derivative; `with_tangent` gives that of the exact sum.
         total, told = run(*lax.stop_gradient((x, seed, state)), way=way)
         return with_tangent(exact, x, total), told
 
@@ -269,6 +274,7 @@ def _reduce_bucket(
     x: Array, seed: Seed, state: State, *, way: _Way
 ) -> tuple[Array, tuple[State, BucketMetrics | None]]:
     if way.push is not None:
+        # Where devices are not in the order that kernels need, JAX's collectives serve.
         alone = way._replace(push=None)
         ways = alone._replace(topology=way.push), alone
         by = (functools.partial(_reduce_bucket, way=one) for one in ways)
@@ -388,6 +394,7 @@ class Reduction:
             whole, zeros = whole_shape(leaf.shape, where, sizes), Padding()
             if copy is not None and len(copy) == len(whole):
                 zeros = padding_of(copy, spec, sizes)
+                # The shard tells the padded length alone; the copy tells where the leaf ends.
                 if whole == zeros.padded_shape(copy):
                     whole = copy
                 else:  # another leaf's copy
@@ -440,12 +447,14 @@ class Reduction:
         compare_first("all-reduce", axis, leaves, facts)
         # A leaf travels in a bucket or exactly; a ``fixed`` one does not, or only JAX sums it.
         fixed = fixed_leaves(leaves, values, axis)
+        # A state is one for all steps, so its buckets depend on neither of these.
         without, overlaps = (fixed, self.overlaps) if state is None else ((), True)
         plan = compression.plan(
             leaves, sizes, without=without, overlaps=overlaps, keyed=key is not None
         )
         if len(fixed) < len(leaves):
             check_groups(axis, all_reduce=True)
+        # A mean of equal leaves is the leaf itself, which needs no error.
         if op == "sum" or state is not None:
             check_varying(plan, fixed, axis)
         warn_of_equal(plan, fixed, axis)
@@ -459,6 +468,7 @@ class Reduction:
         # A mean needs no traffic for leaves that are in no bucket and that JAX knows to be equal.
         compressed = {leaf.index for bucket in plan.buckets for leaf in bucket.leaves}
         for i in fixed.keys() - compressed:
+            # JAX multiplies equal leaves by n for a sum.
             moves = op == "sum" or fixed[i] == "native"
             if moves or not jnp.issubdtype(leaves[i].dtype, jnp.inexact):
                 values[i] = exact_of(axis, op)(values[i])
@@ -503,6 +513,7 @@ class Reduction:
             some = {names[i]: padded[i] for i in alike.numbers}
             for exchange in alike.exchanges:
                 axis, compression, at = Axis(exchange.axes), exchange.compression, exchange.at
+                # HSDP: what was scattered within a group is summed over the groups.
                 if exchange.kind == "all-reduce":
                     rest = Reduction(axis, compression, self.op, overlaps=self.overlaps)
                     some = rest.reduce(some, key).tree
@@ -533,6 +544,7 @@ class Reduction:
                 if exchange.native is not None:
                     some = natively(exchange, some, op=self.op, to=self.to)
                     continue
+                # Other noise than that of the scatter over the same dimension, from the same key.
                 seed = None if words is None else fold_seed(words, GATHERS + _first(at))
                 some = gather_over(axis, some, exchange.compression, at, key=seed, to=self.to)
             found |= some
@@ -619,6 +631,7 @@ class Pending(Serializable):
         ``specs`` say how masters are split. Where the wire has the copy's dtype, rounded masters
         travel in the place of differences. Leaves that are not split take their rounded masters.
         """
+        # While JAX traces: `check_taken` is in the same trace, or in a later one.
         _taken.add(self.total.axis.name)
         total, _ = self.total.of_shards(masters, specs, copies)
         held, treedef = jax.tree.flatten(masters)
@@ -630,6 +643,7 @@ class Pending(Serializable):
             if where:
                 copy = own_slice(found[i], where, total.axis, padding)
                 sent = sent_of(held[i], copy, exactly[i])
+                # Until an update has moved masters, the copy stays as it is.
                 own[i] = jnp.where(self.ready, sent, copy) if exactly[i] else sent
             else:
                 # The copy is an update behind if fewer workers, before a restart, split the leaf.
@@ -639,6 +653,7 @@ class Pending(Serializable):
             whole = total.some(places).whole(treedef.unflatten(own), words)
         for i, x in zip(places, jax.tree.leaves(whole), strict=True):
             if not exactly[i]:
+                # After a skipped step nothing is due: what differs is the last encoding's error.
                 added = jnp.where(self.ready, x, jnp.zeros_like(x))
                 x = (found[i] + added).astype(found[i].dtype)
             found[i] = x

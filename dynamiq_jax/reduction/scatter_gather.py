@@ -165,6 +165,7 @@ class Scatter(NamedTuple):
 def divide(total: Array, divisor: int, dtype: Any) -> Array:
     """The sum divided by the divisor, as ``dtype``; narrow numbers are divided in f32."""
     if divisor > 1:
+        # In f32, so that a bf16 mean is rounded once.
         narrow = jnp.issubdtype(total.dtype, jnp.floating) and total.dtype.itemsize < 4
         total = (total.astype(jnp.float32) if narrow else total) / divisor
     return total.astype(dtype)
@@ -177,6 +178,7 @@ def pieces(x: Array, sizes: Sequence[int]) -> list[Array]:
 
 def put_together(blocks: Array, at: int, *, tiled: bool = True) -> Array:
     """Blocks [n, *shape] along an axis: one after another (tiled), or as a new axis."""
+    # Counted in the result, which has one dimension more than a shard if shards are stacked.
     at %= blocks.ndim - tiled
     # [n, ..., s, ...] becomes [..., n, s, ...], and tiled blocks join to n * s.
     whole = jnp.moveaxis(blocks, 0, at)
@@ -216,6 +218,7 @@ class Cut(NamedTuple):
         # The dimension is cut into [n, length / n], tiled, or is the n; then the n comes first.
         at, shape, n = self.dimension(leaf) % len(leaf.shape), list(leaf.shape), self.n_workers
         shape[at : at + 1] = [n, shape[at] // n] if self.tiled else [n]
+        # Without its identity, so that leaves of equal shapes share a compiled function.
         own = replace(self.of(leaf), index=0, name="", path="", whole=())
         return _rows(x, tuple(shape), at, own)
 
@@ -426,6 +429,7 @@ class Gather(NamedTuple):
         axis, to, bucket = self.axis, self.to, plan.buckets[number]
         exact, (method, _) = functools.partial(axis.all_gather, to=to), bucket.route.sharded()
         if self.cut.n_workers == 1:
+            # One worker encodes nothing, so its numbers keep all bits.
             gathered = exact(x)
         elif self.packed:
             sizes = {"size": bucket.size, "dtype": bucket.dtype}
@@ -537,6 +541,7 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     axis, plan = packed.axis, packed.plan
     own = jax.tree.map(lambda x: x[0], (packed.payloads, packed.exact, packed.words))
     payloads, exact, words = own
+    # The key was the same on all workers when they packed; the spec of the node says otherwise.
     words = None if words is None else axis.assume_invarying(words)
     values: Values = {}
     for (leaf, _, _), x in zip(plan.exact, exact, strict=True):
@@ -545,6 +550,7 @@ def _gather_packed(packed: Packed, cut: "Cut", to: Varying) -> Any:
     for bucket, payload in zip(plan.buckets, payloads, strict=True):
         for leaf in bucket.leaves:
             check_axis_of(leaf, "axis", cut.dimension(leaf), more=not cut.tiled)
+        # The payload stands in the place of its bucket's first leaf; see `Gather.joined`.
         values[bucket.leaves[0].index] = payload
     found, _, _ = run(plan, Gather(axis, cut, to, packed=True), values, words)
     return packed.treedef.unflatten(x for _, x in sorted(found.items()))

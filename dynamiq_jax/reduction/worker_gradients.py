@@ -82,6 +82,7 @@ def stacked_terms(tree: Any) -> tuple[Any, Mesh | AbstractMesh, tuple[str, ...],
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_terms)
     first = next(x for _, x in paths if is_terms(x)).placement
     for path, x in paths:
+        # Mesh and axes must agree; specs are each leaf's own.
         own = x.placement[:2] if is_terms(x) else f"an array, {jax.typeof(x)}"
         if own != first[:2]:
             raise ValueError(
@@ -170,6 +171,7 @@ def _reduced(
     own = total.with_specs(jax.tree.structure(tree).unflatten(specs))
 
     def local(tree: Any, key: Array | None, state: Any) -> Reduced:
+        # A worker has one row: its own terms and its own state.
         mine, before = (jax.tree.map(lambda x: x[0], x) for x in (tree, state))
         found = own.reduce(mine, key, before, metrics=metrics)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
@@ -183,4 +185,5 @@ def _reduced(
         out_specs=Reduced(P(), over, P()),  # type: ignore[arg-type]
     )
     found = mapped(tree, key, state)
+    # The map leaves other axes to the compiler, which may gather over them.
     return found._replace(tree=constrained(found.tree, mesh, specs)) if others else found

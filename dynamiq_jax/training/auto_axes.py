@@ -157,6 +157,8 @@ class AutoGrad:
             )
         hidden = {name: shape[name] for name in self.others}
         placed = _placed(params, self.specs, self.mesh, hidden)
+        # Tracers hide how they are sharded. A warning follows at lowering, if it turns out that
+        # they are.
         if self.specs is None and self.counting:
             params = self._telling_shards(params)
         placed = tuple(restrict_spec(spec, axes + self.others) for spec in placed)
@@ -168,6 +170,7 @@ class AutoGrad:
                     "every worker would keep whole gradients; leave it out, or replicate "
                     "the parameters over these axes"
                 )
+        # Facts that change the program and are no arrays: each of them has a program of its own.
         known = _Known(told, placed, split, folded, knows_devices())
         return functools.partial(self.compiled, params, key, state, arrays, known=known)
 
@@ -183,6 +186,7 @@ class AutoGrad:
         """The value and the gradients of global arrays."""
         axis, others, placed = self.axis, self.others, known.placed
         tree = jax.tree.structure(params)
+        # Leaves are cut over data axes by `mine`, and over the others by `opened`.
         mine = [_apart(spec, axis.names) for spec in placed]
         opened = [restrict_spec(spec, others) for spec in placed]
         total = self.wanted.total.with_specs(tree.unflatten(opened))
@@ -190,6 +194,7 @@ class AutoGrad:
         params = self._gathered(params, placed, opened, key)
         of_workers = P(axis.name)
         of_grads = tree.unflatten(restrict_spec(spec, axis.names) for spec in mine)
+        # Unreduced gradients have a leading axis of workers; reduced ones lie as parameters do.
         of_found: Any = Reduced(of_workers if self.wanted.unreduced else of_grads, of_workers, P())  # type: ignore[arg-type]
 
         def traced(recorded: Recorded | None) -> Any:
@@ -200,12 +205,14 @@ class AutoGrad:
                 in_specs=(P(), P(), of_workers, list(known.split)),
                 out_specs=(P(), (P(), of_workers), of_found),
             )
+            # The program comes first: checks read it, and the loss is traced once.
             return jax.make_jaxpr(mapped, return_shape=True)(*given)
 
         given = params, key, state, arrays
         types = self._types_of_worker(known, params, arrays)
         try:
             program, shapes = traced(None)
+            # JAX would refuse this one when it lowers it, where nobody can catch the error.
             if lowers_otherwise(program):
                 program, shapes = traced(self._recorded(known.told, types, None))
         except _RefusedError as refused:
@@ -216,9 +223,11 @@ class AutoGrad:
         value, aux, found = jax.tree.structure(shapes).unflatten(results)
         if others:
             leading = (axis.name,) if self.wanted.unreduced else ()
+            # The map knows nothing of other axes, and the compiler is free to gather over them.
             specs = [P(*leading, *spec) for spec in placed]
             found = found._replace(tree=constrained(found.tree, self.mesh, specs))
         if self.wanted.has_aux:
+            # Aux comes as two trees, of what is alike and of rows: each leaf is in one of them.
             is_none = lambda x: x is None
             value = value, jax.tree.map(lambda a, b: b if a is None else a, *aux, is_leaf=is_none)
         if self.wanted.unreduced:
@@ -250,8 +259,10 @@ class AutoGrad:
     ) -> tuple[Array, tuple[Any, Any], Reduced]:
         """The value and aux of all workers, and the gradients' sum or this worker's term of it."""
         axis, op, told = self.axis, total.op, known.told
+        # Else JAX would sum the gradients itself, exactly.
         params = axis.to_varying(params)
         pairs = zip(arrays, known.folded, strict=True)
+        # Each worker draws numbers of its own, as for other rows of a batch.
         arrays = [jax.random.fold_in(x, axis.index) if folds else x for x, folds in pairs]
         reduced = frozenset[int]()
         if recorded is not None:
@@ -272,6 +283,8 @@ class AutoGrad:
         words = words_of(aux, self.aux, op, rows)
         self._warn_of_types(told, recorded, params, arrays, (value, aux), words)
         terms = _equal_losses(value, axis, share)
+        # If a psum in the loss made it one loss of several workers, their gradients are its terms:
+        # these add up, and the mean would divide by their number.
         if op == "mean":
             grads = jax.tree.map(lambda x: weigh(x, share) if terms == 1 else terms * x, grads)
         if not self.wanted.unreduced:
@@ -279,6 +292,7 @@ class AutoGrad:
             told_rest = {"key": key, "state": own, "metrics": self.wanted.metrics}
             found = _reduced_rest(total, grads, reduced, **told_rest)
         else:
+            # Terms are added up later, also those of a mean.
             scale = 1 / axis.size if op == "mean" else 1
             found = Reduced(jax.tree.map(lambda x: (scale * x)[None], grads), None, None)
         after = jax.tree.map(lambda x: axis.to_varying(x)[None], found.state)
@@ -293,6 +307,7 @@ class AutoGrad:
         """((value, aux), the gradients, the weight) of one worker."""
         data = told.join(arrays)
         value, grads = jax.value_and_grad(self.loss, has_aux=self.wanted.has_aux)(params, data)
+        # Outside of the derivative: a weight has no gradient.
         weight = None if self.weight is None else self.weight(params, data)
         return (value if self.wanted.has_aux else (value, None)), grads, weight
 
@@ -356,6 +371,7 @@ class AutoGrad:
             function = functools.partial(self._differentiated, told)
             with scans.trace("plain"):
                 recorded = record(function, types, self.mesh, self.axis, names)
+            # Outside of the map scans reduce nothing.
             if scans.calls:
                 warn_of_scan(
                     "the loss is traced outside of a map, since JAX refuses something in it there, "
@@ -388,6 +404,7 @@ class AutoGrad:
         if not self.counting:
             return
         value, aux = results[0], jax.tree_util.tree_leaves_with_path(results[1])
+        # The loss varies only because parameters are typed so: it may have no examples at all.
         unsplit = all(map(axis.replicates, arrays)) and not axis.replicates(value)
         pairs = zip(aux, words, strict=True)
         doubtful = [word == "same" and not axis.replicates(x) for (_, x), word in pairs]
@@ -397,6 +414,7 @@ class AutoGrad:
             known = same_everywhere(lambda p, x: self.loss(p, told.join(x)), params, arrays, axis)
         else:
             none = jax.tree.map(lambda _: frozenset(), params)
+            # Parameters count as the same on all workers here, which they are.
             own = recorded.varying(none, list(map(varying_axes, arrays)))[0]
             known = [names.isdisjoint(axis.names) for names in jax.tree.leaves(own)]
         if unsplit and known is not None and known[0]:
@@ -427,18 +445,18 @@ def same_everywhere(
     same, unless a `psum` or the like has made it so. `None` if the function cannot be traced with
     parameters of that type, such as a scan with a parameter as its first carry.
     """
-    found: list[bool] = []
+    is_same: list[bool] = []
 
     def run(params: Any, arrays: Any) -> None:
         own = jax.tree.map(axis.assume_invarying, params)
         results = jax.tree.leaves(function(own, arrays))
-        found.extend(axis.replicates(x) for x in results)
+        is_same.extend(axis.replicates(x) for x in results)
 
     try:
         jax.make_jaxpr(run)(params, arrays)
     except (TypeError, ValueError):
         return None
-    return found
+    return is_same
 
 
 class _Shards(NamedTuple):
@@ -450,6 +468,7 @@ class _Shards(NamedTuple):
 
     def __call__(self, found: list[frozenset[str]]) -> None:
         pairs = zip(self.leaves, found, strict=True)
+        # Called by JAX as it lowers, when shardings are known.
         shards = [leaf for leaf, own in pairs if own & {*self.axes}]
         if not shards:
             return
@@ -476,6 +495,7 @@ def _reduced_rest(total: Reduction, grads: Any, done: frozenset[int], **told: An
         return total.reduce(grads, key, state, metrics=metrics)
     leaves, treedef = jax.tree.flatten(grads)
     rest = [i for i in range(len(leaves)) if i not in done]
+    # `None` in the place of what scans have reduced: paths of the others stay what they are.
     of_rest = lambda found: treedef.unflatten(None if i in done else x for i, x in enumerate(found))
     specs = total.placement.specs
     if rest:
@@ -483,6 +503,7 @@ def _reduced_rest(total: Reduction, grads: Any, done: frozenset[int], **told: An
         found = jax.tree.leaves(own.some(rest).reduce(of_rest(leaves), told["key"]).tree)
         for i, x in zip(rest, found, strict=True):
             leaves[i] = x
+    # Scans return the same bits on all workers, and types do not show it.
     leaves = [total.axis.assume_invarying(x) if i in done else x for i, x in enumerate(leaves)]
     return Reduced(treedef.unflatten(leaves), None, None)
 
@@ -553,6 +574,7 @@ def _placed(
             "jax.jit; pass value_and_grad(specs=jax.tree.map(lambda x: x.sharding.spec, params)), "
             "or specs=P() if they are replicated"
         )
+    # An array that is not on this mesh yet goes there whole.
     found = (placement_of(x, mesh) or P() for x in leaves)
     placed = tuple(found if specs is None else flat_specs(specs, params, mesh.axis_names))
     for leaf, spec in zip(describe_leaves(params), placed, strict=True):

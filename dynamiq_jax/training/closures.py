@@ -69,6 +69,7 @@ class _Walk:
 
     def all(self, x: Any, at: Variable) -> Iterator[tuple[int, tuple[Variable, Array]]]:
         """The arrays in ``x``, with their places."""
+        # Also an array of several variables is one array: the first one names it.
         if isinstance(x, Array):
             if id(x) not in self.seen:
                 self.seen[id(x)] = x
@@ -91,11 +92,12 @@ def _children(x: Any) -> list[tuple[str, str, Any]]:
     """The parts of ``x``: (the name of a variable or "", the path from ``x``, the value)."""
     if inspect.isfunction(x):
         cells = zip(x.__code__.co_freevars, x.__closure__ or (), strict=True)
-        found = [(name, "", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        variables = [(name, "", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
         names = x.__code__.co_varnames[: x.__code__.co_argcount]
+        # Defaults belong to the last positional parameters.
         defaults = x.__defaults__ or ()
-        found += [(n, "", v) for n, v in zip(names[-len(defaults) :], defaults, strict=False)]
-        return found + [(name, "", v) for name, v in (x.__kwdefaults__ or {}).items()]
+        variables += [(n, "", v) for n, v in zip(names[-len(defaults) :], defaults, strict=False)]
+        return variables + [(name, "", v) for name, v in (x.__kwdefaults__ or {}).items()]
     if isinstance(x, types.MethodType):
         return [("", "", x.__func__), ("", "", x.__self__)]
     if isinstance(x, functools.partial):
@@ -103,6 +105,7 @@ def _children(x: Any) -> list[tuple[str, str, Any]]:
     if hasattr(x, "__wrapped__"):  # as a function of `jax.jit`
         return [("", "", inspect.unwrap(x))]
     if isinstance(x, Mapping | list | tuple | collections.deque):
+        # A data set, say: to walk it in each call would take long.
         if len(x) > LONGEST:
             return []
         items = x.items() if isinstance(x, Mapping) else enumerate(x)
@@ -114,6 +117,7 @@ def _children(x: Any) -> list[tuple[str, str, Any]]:
 
 def _node(x: Any) -> list[tuple[Any, Any]] | None:
     """The children of a pytree node, with their paths; `None` of a leaf."""
+    # All but ``x`` counts as a leaf, so these are its children.
     found = jax.tree_util.tree_leaves_with_path(x, is_leaf=lambda y: y is not x)
     return None if len(found) == 1 and found[0][1] is x else found
 
@@ -128,7 +132,7 @@ def _attributes(x: Any) -> dict[str, Any] | None:
 def _is_filled(cell: Any) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:
+    except ValueError:  # of a variable that is assigned after the function is made
         return False
     return True
 
@@ -157,6 +161,7 @@ class Copy:
         if isinstance(x, Array) or _is_plain(x):
             return x
         if id(x) not in self.made:
+            # Before the walk into it: an object may refer to itself.
             self.made[id(x)] = x, x  # as long as it is not known to hold one
             self.made[id(x)] = x, self._copied(x, path)
         return self.made[id(x)][1]
@@ -174,6 +179,7 @@ class Copy:
             return x if same else type(x)(own[0], *own[1], **own[2])
         if hasattr(x, "__wrapped__"):
             return x
+        # Exact types: a subclass may hold more than its entries.
         if type(x) in (dict, *LISTS):
             return x if len(x) > LONGEST else self._container(x, path)
         if (parts := _node(x)) is not None:
@@ -189,6 +195,7 @@ class Copy:
         if same and defaults is x.__defaults__ and named is x.__kwdefaults__:
             return x
         new = types.FunctionType(x.__code__, x.__globals__, x.__name__, defaults, tuple(own))
+        # Attributes, as `functools.wraps` sets them, and names for messages.
         new.__kwdefaults__, new.__dict__ = named, dict(x.__dict__)
         new.__qualname__, new.__module__ = x.__qualname__, x.__module__
         return new
@@ -231,6 +238,7 @@ class Copy:
             return x
         treedef = jax.tree.structure(x, is_leaf=lambda y: y is not x)
         new = treedef.unflatten(own)
+        # A tuple cannot change.
         if not isinstance(x, tuple):
             self.nodes.append((path, new, [value for _, value in _node(new) or []]))
         return new
@@ -278,6 +286,7 @@ class Copy:
 
     def _original(self, value: Any) -> Any:
         """A value in which the user's own objects and arrays replace those of the copies."""
+        # A copy must not get into the user's objects, which outlive the trace.
         owners = {id(new): old for old, new in self.made.values()}
         owners |= {id(new): self.arrays[key] for key, new in self.values.items()}
         is_leaf = lambda x: id(x) in owners
@@ -304,6 +313,7 @@ def write(slot: Slot, value: Any) -> None:
     if isinstance(owner, types.CellType):
         owner.cell_contents = value
     elif isinstance(owner, LISTS):
+        # In place: others may hold the same list.
         owner.clear()
         owner.extend(value)
     else:

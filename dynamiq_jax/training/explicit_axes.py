@@ -122,10 +122,12 @@ def gather_outside(total: Reduction, params: Any, *, key: Array | None) -> Any:
     with jax.named_scope(SCOPE):
         if traced_for.value == MARKS:
             more = [] if words is None else [words]
+            # A key's words are operands: a parameter of an equation cannot be traced.
             found = iter(gathered_p.bind(*shards, *more, gather=gather))
         else:
             found = iter(gather.typed(shards, words) if chosen else ())
     splits = total.placement.splits
+    # Of chosen leaves XLA drops this. The others are integers, which no method encodes.
     exact = [resharded(x, mesh, whole[i]) if splits[i] else x for i, x in enumerate(leaves)]
     return treedef.unflatten(next(found) if i in chosen else x for i, x in enumerate(exact))
 
@@ -193,6 +195,7 @@ class Gather:
     def plain(self, place: int, shard: Array, value: Array) -> Array:
         """A whole leaf without a type: JAX sums its gradient, of which a slice is the shard's."""
         spec = self.placed[self.chosen[place]]
+        # The value is known, and JAX has summed its gradient: no collective is left, only a cut.
         gathered = jax.custom_vjp(lambda shard, value: value)
         gathered.defvjp(
             lambda shard, value: (value, None),
@@ -298,17 +301,21 @@ class ExplicitGrad(NamedTuple):
     ) -> tuple[Any, Any]:
         """The value and the gradients of ``loss(params, data)``, as `value_and_grad` has them."""
         given = self._whole_shards(self._sorted(params), key)
+        # Unreduced types need Shardy.
         if given.large:
             check_partitioner()
         metrics, unreduced = self.wanted.metrics, self.wanted.unreduced
         alone = "metrics=True are those of all gradients" if metrics else ""
         alone = "a method with a state has nowhere to keep it there" if state is not None else alone
+        # Last, in the place of other reasons: nobody needs a warning of what was asked for.
         alone = UNREDUCED if unreduced else alone
         scans = Scans(self.wanted.total, key, alone, mapped=False)
         try:
             with scans.trace("stops"):
                 found = self._found(loss, given, data)
         except FoundError:
+            # The trace ended at a scan. Marks are looked for with plain leaves, which JAX takes in
+            # any use.
             plain = given._replace(deferred=set())
             held = given.treedef.unflatten(self._held(plain, ()))
 
@@ -317,6 +324,7 @@ class ExplicitGrad(NamedTuple):
                 return found[0] if self.wanted.has_aux else found
 
             reduced = scans.leaves(value, held, data)
+            # Scans type these themselves, layer by layer.
             large, deferred = given.large - reduced, given.deferred - reduced
             given = given._replace(large=large, deferred=deferred, scanned=frozenset(reduced))
             with scans.trace("exchanges" if reduced else "plain"):
@@ -329,11 +337,13 @@ class ExplicitGrad(NamedTuple):
             value, back, aux = self._forward(loss, given, data)
         except refusals() as error:
             return self._despite(error, loss, given, data)
+        # The linear program shows what becomes of each leaf before anything runs backwards.
         program = _Program.of(back, given)
         self._check_maps(given, program)
         axes = axes_above_one(self.axis.names, self.mesh.shape)
         untyped = functools.partial(self._untyped, kept_on_auto(program.jaxpr, axes))
         native = program.leaves(untyped)
+        # A leaf that data axes split after the reshard loses its type for good, in `uses` as well.
         lost = native - program.leaves(functools.partial(untyped, split=True))
         if lost or unrolled_in_part(program.jaxpr):
             # JAX's reshard drops the type of what is whole already, and `uses` keeps it.
@@ -350,6 +360,7 @@ class ExplicitGrad(NamedTuple):
         except refusals() as error:
             return self._despite(error, loss, given, data)
         pairs = zip(grads, given.leaves, strict=True)
+        # Scalars were differentiated as vectors; see `_forward`.
         terms = {i: x.reshape(jnp.shape(leaf)) for i, (x, leaf) in enumerate(pairs)}
         return _Found((value, aux) if self.wanted.has_aux else value, terms, {}, why)
 
@@ -360,6 +371,7 @@ class ExplicitGrad(NamedTuple):
         compressed = large_leaves(self.wanted.total, params, placed, self.mesh)
         large = {i for i in compressed if leaves[i].size > 1}
         sharded = {i for i, spec in enumerate(placed) if axes_of(spec) & {*self.axis.names}}
+        # With ungathered=True the loss takes shards, and gathers them by `fsdp`.
         own = sharded if self.wanted.ungathered else set()
         parts, _ = placed_leaves(params, self.mesh, treedef.unflatten(map(self._whole, placed)))
         remedy = "call dq.fsdp in each layer of the loss, and pass ungathered=True"
@@ -380,12 +392,12 @@ class ExplicitGrad(NamedTuple):
 
     def _held(self, given: _Leaves, deferred: Collection[int]) -> list[Array]:
         """Leaves, gathered but for the loss's own; deferred ones are typed as reduced."""
-        held = []
+        leaves = []
         for i, x in enumerate(given.leaves):
             reduced = frozenset(self.axis.names if i in deferred else ())
             spec = P(*self._whole(given.placed[i]), reduced=reduced)
-            held.append(x if i in given.own else resharded(x, self.mesh, spec))
-        return held
+            leaves.append(x if i in given.own else resharded(x, self.mesh, spec))
+        return leaves
 
     def _despite(
         self, error: Exception, loss: Callable[[Any, Any], Any], given: _Leaves, data: Any
@@ -419,6 +431,8 @@ class ExplicitGrad(NamedTuple):
         why = dict.fromkeys(native, "the loss reshards it, and JAX's type is lost")
         if given.own:
             split = {*axes_above_one(self.axis.names, self.mesh.shape)}
+            # A shard that a map takes as its own, as one of experts, has nothing to sum if all data
+            # axes split it.
             apart = {i for i in given.own if axes_of(given.placed[i]) >= split}
             mapped = program.leaves(self._shards_in_maps, alone=True) & apart
             if alone := (given.own & given.large) - program.leaves(gathers) - mapped:
@@ -454,6 +468,8 @@ class ExplicitGrad(NamedTuple):
 
         def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
             own = [parameter(typed.get(i), x, i, found) for i, x in enumerate(plain)]
+            # The batch goes in as arguments: arrays in the program itself are constants, and their
+            # uses are no uses with examples.
             made = per_use(closed, [*own, *map(value_of, arrays)], found)
             value, aux = jax.tree.structure(shapes).unflatten([x.plain() for x in made])
             return self._plain(value), jax.tree.map(self._plain, aux)
@@ -462,12 +478,13 @@ class ExplicitGrad(NamedTuple):
             with gathered_over(self.axis.names), gathered_before(bool(given.gathered)):
                 deferred = {i: typed[i] for i in sorted(given.deferred)}
                 own = [deferred.get(i, x) if as_typed else x for i, x in enumerate(plain)]
+                # Calls of `fsdp` leave marks, of which each use makes the twin that it needs.
                 with traced_for(MARKS):
                     closed, shapes = jax.make_jaxpr(flat, return_shape=True)(own, arrays)
                 value, back, aux = jax.vjp(run, deferred, plain, has_aux=True)
                 with traced_for(BACKWARD):
                     terms, sums = back(self._seed(value.dtype))
-        except refusals():
+        except refusals():  # of plain leaves, too: the caller raises the first error
             return None
         self._warn_of_native(given, found)
         # A typed twin that met no examples has no terms, and a plain one that served none no sum.
@@ -482,10 +499,12 @@ class ExplicitGrad(NamedTuple):
     def _warn_of_native(self, given: _Leaves, found: Uses) -> None:
         """Warns of large gradients that JAX sums where a use of the parameters has no rule."""
         leaves, large = describe_leaves(given.params), given.large
+        # Neither deferred nor gathered: shards that the loss takes as they are.
         if alone := found.native.keys() & (large - given.deferred - found.gathered):
             self._warn_of_shards(given.params, alone)
         native = {i: x for i, x in found.native.items() if i in large - alone}
         nbytes = sum(leaves[i].nbytes for i in native)
+        # Below a percent of the bytes the warning would be noise.
         if nbytes <= sum(leaves[i].nbytes for i in large) / 100:  # norms' scales, say
             return
         warn(
@@ -508,6 +527,7 @@ class ExplicitGrad(NamedTuple):
         """The gradients, from those that are terms and those that are sums."""
         terms, sums = self._marked(given, found)
         both = terms.keys() & sums.keys()
+        # Terms must stay terms, so one worker adds what is summed already.
         if self.wanted.unreduced:
             terms = {i: self._added(x, sums[i]) if i in both else x for i, x in terms.items()}
         numbers = range(len(given.leaves))
@@ -598,6 +618,7 @@ class ExplicitGrad(NamedTuple):
             with gathered_over(self.axis.names):
                 yield
         except refusals() as error:
+            # A batch that is split otherwise is the likeliest reason, and has a better message.
             self._check_split(data, error)
             if not given.deferred:
                 raise
@@ -645,6 +666,7 @@ class ExplicitGrad(NamedTuple):
         `jax.sharding.auto_axes`, its gradient may be whole, and JAX would take it for a term; not
         that of `kept_on_auto`, which are ``kept``.
         """
+        # Everything else keeps a type, or has no rule and raises.
         if name_of(equation) != "reshard" or id(equation) in kept:
             return []
         before, after = map(_sharding_of, (*equation.invars, *equation.outvars))
@@ -652,6 +674,7 @@ class ExplicitGrad(NamedTuple):
         if split:
             lost &= axes_of(P(*after.spec.partitions))
         elif lost <= {*after.mesh.explicit_axes} and equation.outvars[0].aval.size == 1:  # type: ignore
+            # JAX may well sum one number.
             return []
         return equation.invars if lost else []
 
@@ -663,6 +686,7 @@ class ExplicitGrad(NamedTuple):
         times too large. No type moves into a map.
         """
         seed = jax.shard_map(
+            # The barrier keeps XLA from merging this 1 with other constants.
             lambda: lax.optimization_barrier(jnp.ones((), dtype)),
             mesh=self.mesh,
             in_specs=(),

@@ -50,6 +50,7 @@ class Outside(NamedTuple):
                     f"data axis {total.axis.name!r}; call dq.fsdp in the layer of jax.lax.scan, or "
                     "run the loss under jax.shard_map, with dq.scan(specs=...)"
                 )
+        # By the sizes of one layer: its terms travel, not those of the stack.
         large = large_leaves(total, like, placed, mesh)
         return cls(total, mesh, loop, like, frozenset(large))
 
@@ -71,13 +72,14 @@ class Outside(NamedTuple):
             return x, (output, without(pull, (own, shared)))
 
         x, (outputs, pulls) = self.loop.scan(turn, x, range(self.loop.length))
+        # Outputs are in the order of steps, and `left` brings them into that of layers.
         return self.loop.left(x, outputs), pulls
 
     def summed(self, held: list[Array], step: Any, seeds: Seeds) -> list[Array]:
         """One layer's gradients, from terms of large leaves and sums of others."""
-        moving = iter(held)
+        gradients = iter(held)
         is_moving = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
-        tree = jax.tree.map(lambda x: next(moving) if is_moving(x) else None, self.like)
+        tree = jax.tree.map(lambda x: next(gradients) if is_moving(x) else None, self.like)
         words = seeds.words(self.loop.place(step))
         return jax.tree.leaves(reduce_unreduced(self.total, tree, words).tree)
 
@@ -91,18 +93,22 @@ class Outside(NamedTuple):
         def step(passing: list[Array], t: Any) -> tuple[list[Array], list[Array], list[Array]]:
             place = self.loop.place(t)
             given = gradient_like(gradient, passing), row_of_gradients(outputs, place)
+            # Parameters are read from the stack again: the forward pass would keep a second one.
             pull = row_of(pulls, t)((self.typed(xs, t), shared))
             own, of_shared, x = pull(given)
             return inexact_leaves(own), inexact_leaves(of_shared), inexact_leaves(x)
 
         def turn(carry: Any, t: Array) -> tuple[Any, list[Array]]:
             held, added, passing = carry
+            # The layer before in this pass; neither takes a result of the other, so they run
+            # together.
             done = self.summed(held, t + 1, seeds)
             held, of_shared, passing = step(passing, t)
             added = [a + b for a, b in zip(added, of_shared, strict=True)]
             return (held, added, passing), done
 
         last = self.loop.length - 1
+        # Before the loop, since nothing travels beside this step.
         carry = step(inexact_leaves(gradient), last)
         carry, rows = self.loop.scan(turn, carry, range(last - 1, -1, -1))
         held, added, passing = carry
@@ -130,6 +136,7 @@ def scan_outside(
     ``closed(init, own, length)`` gives the first carry, values for all layers, and the body;
     ``order`` is (length, reverse, unroll).
     """
+    # The body's program needs a layer's types, which `Outside` tells.
     scan = Outside.of(total, xs, Loop(_no_body, *order, alone=True))
     own = jax.eval_shape(lambda xs: scan.typed(xs, 0), xs)
     init, shared, body = closed(init, own, scan.loop.length)
@@ -143,6 +150,7 @@ def scan_outside(
         return found, (xs, shared, pulls, words)
 
     def backward(kept: Any, gradients: Any) -> tuple[Any, Any, Any, None]:
+        # Only `value_and_grad` starts with a cotangent that counts once for all devices.
         if traced_for.value != BACKWARD:
             raise ValueError(
                 "dq.scan outside of maps found a derivative that is not dq.value_and_grad's: every "

@@ -132,11 +132,13 @@ def fsdp(
     @jax.custom_vjp
     def passed(params: Any, copies: Any, words: Array | None) -> Any:
         whole = reducer.whole(params, words) if copies is None else copies
+        # JAX would sum gradients of what is typed as the same on all workers.
         return axis.to_varying(whole)
 
     def backward(words: Array | None, gradients: Any) -> tuple[Any, None, None]:
         return reducer.joined(reducer.reduce(reducer.moving(gradients), words)), None, None
 
+    # The backward pass needs the key's words and no values.
     passed.defvjp(lambda *args: (passed(*args), args[-1]), backward)
     return passed(params, constant_copies(copies), key_words(key))
 
@@ -160,6 +162,7 @@ class Reducer:
         sizes, compression = axis_sizes(total.axis, caller), total.compression
         self.copied = copies is not None
         """Whether all workers hold copies. `overlapped` may have some for only some functions."""
+        # Default methods of sharded updates are others than those of FSDP.
         total = dataclasses.replace(total, copied=self.copied)
         total, whole = total.of_shards(params, specs, copies)
         moving = [i for i, x in enumerate(self._leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -193,6 +196,7 @@ class Reducer:
         own = [constant(x, error) for x, m in zip(leaves, moves, strict=True) if m]
         if all(moves):
             return treedef.unflatten(own)
+        # Without names a list will do: equal layers share a trace whatever their keys are.
         if not self._by_name:
             return own
         found = iter(own)
@@ -206,6 +210,7 @@ class Reducer:
         """The reduced gradients of one layer, which vary, in type, where the parameters do."""
         moving, found = inexact_leaves(self._leaves), []
         for own, x in zip(moving, jax.tree.leaves(reduced), strict=True):
+            # A gradient has the type of its parameter, or JAX refuses it.
             axes = tuple(name for name in self.axis.names if name in varying_axes(own))
             found.append(Axis(axes).to_varying(x) if axes else x)
         return found

@@ -26,6 +26,7 @@ class Seeds:
     """The seeds of all functions of a pass from one key, by one computation for those alike."""
 
     def __init__(self, words: Array | None, count: int):
+        # All at once: as many computations as functions would be in the program otherwise.
         self._words = None if words is None else fold_seeds(words, range(count))
         self._rows: list[tuple[Traced, dict[Slot, Array]]] = []
 
@@ -43,6 +44,8 @@ class Seeds:
         if rows is None:
             rows = {}
             if self._words is not None and traced.seeds:
+                # Equal functions differ in their words alone, so one batched computation has the
+                # seeds of all.
                 rows = jax.vmap(functools.partial(seeds_of, traced))(self._words)
             self._rows.append((traced, rows))
         return {slot: values[number] for slot, values in rows.items()}
@@ -64,6 +67,7 @@ class Traces:
         """
         words = seeds.words(number)
         likeness = jax.tree.flatten((jax.tree.map(jax.typeof, own), alike, small))
+        # Compared, not hashed: specs and types in the key need no hash.
         found = (traced for other, traced in self._known if other == likeness)
         if (traced := next(found, None)) is None:
             with all_at_once():  # a wait inside of a call would be a round
@@ -98,6 +102,8 @@ class Gathers(NamedTuple):
                 told = dataclasses.replace(pending, ready=ready)
                 return told.current(masters, copies, words, specs)
 
+            # An operand of the traced function: closed over, it would be a constant of the first
+            # trace.
             own = own, pending.ready
             return self.traces.start(current, own, self.seeds, number, specs)
         if not self.reducer.gathers:
@@ -149,9 +155,11 @@ class Pipeline:
         gather that is ``coming``, and for the last kernels of all but `LATE` reductions. A layer of
         a scan has ``seeds`` of its own.
         """
+        # The transfers begin before the products, which take nothing from them.
         for progress in self._ready:
             progress.exchange()
         own, gradient = pull(send(coming, gradient))
+        # Gradients of parameters are due here, not when something takes them.
         own, gradient = together(reducer.moving(own), gradient)
         gradient = arrive(coming, gradient)
         alike = reducer.specs, reducer.copied
@@ -162,6 +170,7 @@ class Pipeline:
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
+        # The newest ones wait: their last kernels may run beside the transfers that follow.
         now, self._done = self._done[:-LATE], self._done[-LATE:]
         return begun, hold([*self._ready, *now], gradient)
 
@@ -172,6 +181,7 @@ class Pipeline:
         That one is ready to send its payload, or `None` if nothing moves. The other reductions have
         one round beside the whole loop.
         """
+        # Outside of the loop, so that what the loop carries is a payload in each turn.
         begun.prepare()
         others = [progress for progress in self._ready if progress is not begun]
         for progress in others:
@@ -182,9 +192,10 @@ class Pipeline:
 
     def inside(self, before: Progress | None) -> "Pipeline":
         """The pipeline in a turn of the loop, with the reduction that the turn before has begun."""
-        found = Pipeline(self._seeds, self._traces)
-        found._ready = [] if before is None else [before]
-        return found
+        # The same traces: a turn's reduction equals the one before the loop, which it continues.
+        in_turn = Pipeline(self._seeds, self._traces)
+        in_turn._ready = [] if before is None else [before]
+        return in_turn
 
     def settle(self, begun: Progress) -> None:
         """Runs reductions to their ends, and that which has ``begun`` up to its payload."""
@@ -210,6 +221,7 @@ class Pipeline:
         arrivals = sum(progress.rounds_left for progress in self._ready)
         while arriving or self._ready:
             for progress in arriving:
+                # Rounded up, so that none are left for the time after the last arrival.
                 share = -(-len(self._done) // arrivals)
                 meanwhile, self._done = self._done[:share], self._done[share:]
                 if meanwhile:
@@ -230,6 +242,7 @@ class Pipeline:
 
 def hold(moving: Sequence[Progress], passing: Any) -> Any:
     """``passing``, and with it what the reductions take next: all wait for each other."""
+    # A barrier of one tree would only forbid fusions.
     if not moving:
         return passing
     passing, held = together(passing, [progress.ready for progress in moving])
@@ -285,12 +298,13 @@ def arrive(progress: Progress | None, passing: Any) -> Any:
 def without(pull: Callable, known: Any) -> Callable:
     """A function of the arrays in ``known`` that returns ``pull``, and keeps no copy of them."""
     leaves, treedef = jax.tree.flatten(pull)
+    # By identity: JAX's pullback keeps the very arrays that it was given.
     places = {id(x): place for place, x in enumerate(jax.tree.leaves(known))}
-    found = [places.get(id(x)) for x in leaves]
-    kept = [x for x, place in zip(leaves, found, strict=True) if place is None]
+    known_at = [places.get(id(x)) for x in leaves]
+    kept = [x for x, place in zip(leaves, known_at, strict=True) if place is None]
 
     def pull_of(kept: list[Array], known: Any) -> Callable:
         given, rest = jax.tree.leaves(known), iter(kept)
-        return treedef.unflatten(next(rest) if at is None else given[at] for at in found)
+        return treedef.unflatten(next(rest) if at is None else given[at] for at in known_at)
 
     return jax.tree_util.Partial(pull_of, kept)

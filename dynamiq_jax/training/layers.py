@@ -60,6 +60,7 @@ class Loop(NamedTuple):
     def scan(self, turn: Callable, carry: Any, steps: range) -> tuple[Any, Any]:
         """`lax.scan` over numbers of steps; what it stacks is in their order."""
         numbers = np.asarray(steps, np.int32)
+        # Never reversed: the numbers say the order.
         return lax.scan(turn, carry, numbers, unroll=self.unroll)
 
     def entered(self, x: Any) -> tuple[Any, Any]:
@@ -102,6 +103,7 @@ class Scanned:
 
     def layers(self, total: Reduction, number: int, params: Any, **options: Any) -> "Layers":
         """The part of a chain that it is, for these stacked parameters."""
+        # Such a function takes no values for all layers, and has no outputs by layer.
         body = lambda own, _, x: (self.function(own, x), None)
         loop = Loop(body, length_of(params), self.reverse, self.unroll, alone=False)
         return Layers(loop, reducer_of_rows(total, params, "overlapped", **options), number)
@@ -112,11 +114,13 @@ def reducer_of_rows(
 ) -> Reducer:
     """The reducer of one layer; params, ``specs`` and ``copies`` are those of stacked leaves."""
     length = length_of(params)
+    # Copies without leaves, as of a layer without parameters, have no length.
     if copies is not None and jax.tree.leaves(copies) and length_of(copies) != length:
         raise ValueError(
             f"copies have {length_of(copies)} layers, and params {length}; pass the whole "
             "parameters of the same layers"
         )
+    # Any row will do: the reducer takes types, and no values.
     row = None if copies is None else row_of(copies, 0)
     return Reducer(total, row_of(params, 0), caller, specs=_of_rows(specs, total.axis), copies=row)
 
@@ -198,6 +202,7 @@ class Layers(NamedTuple):
 
         def step(x: Any, t: Array) -> tuple[Any, Any]:
             own = row_of(taken, loop.place(t))
+            # Nothing runs beside it: without a derivative there is no pipeline.
             if gathered:
                 progress = self.start(gathers, taken, t)
                 arrive(progress, send(progress, ()))
@@ -228,6 +233,7 @@ class Layers(NamedTuple):
             (x, output), pull = jax.vjp(loop.body, own, shared, x)
             return x, output, without(pull, (own, shared))
 
+        # Nothing is gathered here: what the next function needs travels beside the whole loop.
         if mine is None:
 
             def step(x: Any, t: Array) -> tuple[Any, Any]:
@@ -244,7 +250,9 @@ class Layers(NamedTuple):
 
         def turn(carry: Any, t: Array) -> tuple[Any, Any]:
             x, own, payload, current = carry
+            # Differences are added to the copies as they are now.
             coming = self.start(gathers, (taken[0], current) if pends else taken, t + 1)
+            # The transfer begins before the step does, and its results are waited for after it.
             x, output, pull = applied(own, send(coming, x))
             x = arrive(coming, x)
             if pends:
@@ -255,6 +263,7 @@ class Layers(NamedTuple):
         carry, (rows, outputs) = loop.scan(turn, carry, range(loop.length - 1))
         x, own, payload, current = carry
         x, output, pull = applied(own, beside.send(x))
+        # The loop has stacked all outputs but that of the last step.
         outputs = jax.tree.map(lambda y, z: jnp.concatenate([y, z[None]]), outputs, output)
         stacked = current if pends else taken
         kept_all = Kept(rows, (pull, payload), stacked, shared)
@@ -285,17 +294,22 @@ class Layers(NamedTuple):
         last, (mine, before) = self.loop.length - 1, gather
         back = _Back(self, gathers, kept, gradient)
         passing, own = back.start, None if mine is None else mine.result
+        # With one layer, or without gathers, the function before the scan is next to be gathered.
         coming = before if mine is None or not last else self._again(gathers, kept, last - 1)
         begun, passing = back.step(pipeline, last, own, passing, coming)
         finals, rows = {last: begun}, self.reducer.rows(begun.shapes, self.loop.length)
+        # With gathers step 0 is after the loop, beside the gather of the function before the scan.
         first = 0 if mine is None else 1
         if last > first:
             own = None if coming is None or mine is None else coming.result
             held, (passing, own, rows) = back.loop(
                 pipeline, begun, range(last - 1, first - 1, -1), (passing, own, rows)
             )
+            # If nothing travels, each turn wrote its own row, and that of the last step is left.
+            # Else a turn wrote the row of the turn before, and that of the loop's last step is
+            # left.
             finals = {last: begun} if held is None else {first: held}
-        elif last:
+        elif last:  # two layers with gathers: the loop would have no turn
             own = coming.result  # type: ignore[union-attr]
         if mine is not None and last:
             finals[0], passing = back.step(pipeline, 0, own, passing, before)
@@ -322,6 +336,7 @@ class _Back:
     ) -> tuple[Progress, Any]:
         """One step: its gradient begins to travel. ``own`` are gathered parameters."""
         loop, kept, gathers = self._layers.loop, self._kept, self._gathers
+        # In the loop a step is traced, and is never the last one if there are gathers.
         last = kept.last is not None and isinstance(step, int) and step == loop.length - 1
         rows: Any = kept.last if last else row_of(kept.rows, step)
         pull, _ = rows
@@ -333,6 +348,7 @@ class _Back:
             found, added = passing
             given = gradient_like(self._gradient, found), outputs
             own_gradient, shared, x = pull((own, kept.shared))(given)
+            # Each layer has a gradient of what all share; their sum is this worker's.
             added = [a + b for a, b in zip(added, inexact_leaves(shared), strict=True)]
             return own_gradient, (inexact_leaves(x), added)
 
@@ -344,15 +360,19 @@ class _Back:
     ) -> tuple[Progress | None, tuple[Any, Any, Any]]:
         """All these steps; the reduction of the last one has begun, unless it is done."""
         layers, gathers, kept = self._layers, self._gathers, self._kept
+        # The first reduction is in the loop's carry: turns need equal ones.
         with pipeline.beside_a_loop(begun) as held:
 
             def turn(carry: Any, t: Array) -> tuple[Any, None]:
                 (passing, own, rows), values = carry
+                # The reduction of the turn before, from the arrays that the loop carries.
                 before = None if held is None else held.holding(values)
                 inner = pipeline.inside(before)
                 coming = None if own is None else layers._again(gathers, kept, t - 1)
                 begun, passing = self.step(inner, t, own, passing, coming)
+                # Only a payload crosses to the next turn: all else ends in this one.
                 inner.settle(begun)
+                # Where nothing travels the gradient of this very step is done.
                 done, at = (begun, t) if before is None else (before, t + 1)
                 rows = self._written(rows, done, at)
                 own = None if coming is None else coming.result
@@ -376,9 +396,9 @@ class _Back:
 
     def finished(self, passing: Any) -> Any:
         """The gradient of the scan's input."""
-        found, added = passing
-        x = gradient_like(self._gradient, found)
-        return (gradient_like(self._kept.shared, added), x) if self._layers.loop.alone else x
+        of_x, of_shared = passing
+        x = gradient_like(self._gradient, of_x)
+        return (gradient_like(self._kept.shared, of_shared), x) if self._layers.loop.alone else x
 
 
 def row_of(stacked: Any, place: Any) -> Any:
@@ -388,6 +408,7 @@ def row_of(stacked: Any, place: Any) -> Any:
 
 def row_of_gradients(stacked: Any, place: Any) -> Any:
     """This row of every gradient."""
+    # Gradients of integers are float0, of which no row can be taken.
     rows = row_of(inexact_leaves(stacked), place)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)
     return gradient_like(like, rows)

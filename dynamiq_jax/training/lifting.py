@@ -43,9 +43,11 @@ def lifted(
     found = closed_arrays(*functions)
     traced = {key: own for key, own in found.items() if isinstance(own[1], Tracer)}
     told = _closed_specs(closed_specs, functions, traced, grad.axis)
+    # Concrete arrays are constants, which all workers have.
     if not traced:
         return grad(params, data, **options)
     first = _First.of(grad, losses, {key: x for key, (_, x) in traced.items()}, params, data)
+    # What the loss does not use need not be split, and may have any number of rows.
     used = [key for i, key in enumerate(traced) if first.uses[i]]
     arrays = {key: traced[key][1] for key in used}
     names = [Told(traced[key][0].path, told[key], closed=True) for key in used]
@@ -65,6 +67,7 @@ def lifted(
     )
     run = moved(params, (*data, [*arrays.values()]), **options)
 
+    # Before the loss runs: a change that depends on examples is refused.
     write_all = first.written(params, data, [x for _, x in traced.values()])
 
     def run_and_write() -> Any:
@@ -79,10 +82,11 @@ def _closed_specs(
     told: Any, functions: tuple[Any, ...], arrays: Mapping[int, Any], axis: Axis
 ) -> dict[int, P | None]:
     """The spec of every array that functions close over, by its id; `None` where none is told."""
-    found: dict[int, P | None] = dict.fromkeys(arrays)
+    spec_of: dict[int, P | None] = dict.fromkeys(arrays)
     if told is None:
-        return found
+        return spec_of
     if isinstance(told, P):
+        # One spec for all is for arrays of rows; keys and scalars go their own way.
         own = lambda x: told if x.ndim and not is_seed(x) else None
         return {key: own(x) for key, (_, x) in arrays.items()}
     variables = closed_variables(*functions)
@@ -94,12 +98,12 @@ def _closed_specs(
     for name, spec in told.items():
         under = [key for key, (variable, _) in arrays.items() if variable.name == name]
         if spec is None or isinstance(spec, P):
-            found |= dict.fromkeys(under, spec)
+            spec_of |= dict.fromkeys(under, spec)
             continue
         leaves = jax.tree.leaves(variables[name])
         specs = flat_specs(spec, variables[name], axis.names)
-        found |= {id(x): own for x, own in zip(leaves, specs, strict=True) if id(x) in found}
-    return found
+        spec_of |= {id(x): own for x, own in zip(leaves, specs, strict=True) if id(x) in spec_of}
+    return spec_of
 
 
 class _Result(NamedTuple):
@@ -132,6 +136,7 @@ class _First(NamedTuple):
             called = [own.loss] if own.weight is None else [own.loss, own.weight]
             results = [losses.joined(function)(params, told.join(given)) for function in called]
             made: list[Array] = []
+            # Out of the trace, where only the places are known; the program returns the values.
             slots[:] = [_numbered(slot, arrays, made) for slot in copy.changes()]
             return [results, made]
 
@@ -158,9 +163,11 @@ class _First(NamedTuple):
           ValueError: it depends on examples, and so differs between workers.
         """
         inputs = [*jax.tree.leaves(params), *StaticArguments.of(data)[1], *closed]
+        # Parameters are the same on all workers, and so is what follows from them.
         first = len(jax.tree.leaves(params))
         last = evaluable(self.program, self.n_made)
         own = [x for x in inputs[first:] if x.ndim and not is_seed(x)]
+        # Scalars and keys are the same on all workers, arrays may be examples.
         if any(x is y for x in own for y in last.takes(inputs)):
             raise ValueError(
                 f"the loss changes {[slot.path for slot in self.slots][:4]}, which it closes over, "

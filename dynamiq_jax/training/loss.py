@@ -98,6 +98,7 @@ class _Positions(NamedTuple):
     def among(self, count: int) -> list[int]:
         """The indices of the parameters, for this number of arguments."""
         numbers = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        # -1 and the last number are the same argument.
         if len({i % count for i in numbers if -count <= i < count}) < len(numbers):
             raise ValueError(
                 f"argnums={self.argnums!r}, and the loss got {count} positional arguments; pass "
@@ -119,6 +120,7 @@ class _Positions(NamedTuple):
             params = (params,) if isinstance(self.argnums, int) else params
             args = list(data[0])
             numbers = self.among(len(params) + len(args))
+            # From the first on, so that later positions are those of the whole list.
             for i in sorted(numbers):
                 args.insert(i, params[numbers.index(i)])
             return function(*args, **data[1])
@@ -200,7 +202,7 @@ def positional_names(loss_fn: Callable[..., Any], count: int) -> list[str] | Non
     """
     try:
         parameters = list(inspect.signature(loss_fn).parameters.values())
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # builtins may have no signature
         return None
     kinds = inspect.Parameter
     positional = kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD
@@ -242,18 +244,18 @@ def leaf_specs(
     own = [(shown[i], args[i]) for i in places]
     own += [(name, kwargs[name]) for name in sorted(kwargs)]  # the order of a dict's leaves
     untold = P(axis.name, axis.name)  # stands for None: an axis twice is a spec of nothing
-    found: list[Told] = []
+    of_leaves: list[Told] = []
     for (name, value), spec in zip(own, told, strict=True):
         try:
             flat = flat_specs(spec, value, axis.names, untold=untold)
         except ValueError as error:
             raise ValueError(f"batch_specs of the loss's argument {name!r}: {error}") from None
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(value)]
-        found += [
+        of_leaves += [
             Told(name + jax.tree_util.keystr(path), None if s == untold else s)
             for path, s in zip(paths, flat, strict=True)
         ]
-    return found
+    return of_leaves
 
 
 def _check_names(
@@ -328,9 +330,11 @@ def placed_batch(
     ]
     arguments = _placed_arguments([row for row in arrays if not row[0].closed], mesh, axis)
     pairs = zip([x for own, x in arrays if not own.closed], arguments, strict=True)
+    # Lengths of the batch, by which closed arrays are recognised as examples.
     rows = {jnp.shape(x)[0] for x, spec in pairs if {*names_of((*spec, None)[0])} & {*axis.names}}
     closed = _placed_closed([row for row in arrays if row[0].closed], rows, mesh, axis)
     specs = iter(arguments), iter(closed)
+    # A spec is the user's word that workers take a key as it is.
     folded = tuple(own.spec is None and is_seed(x) for own, x in arrays)
     return tuple(next(specs[own.closed]) for own, _ in arrays), folded
 
@@ -352,14 +356,18 @@ def _placed_arguments(
         shape = jnp.shape(x)
         if is_untold:
             _check_untold(name, x, axis)
+            # Others show that the batch is split, so this array is whole on purpose, or by mistake
+            # if it has as many rows.
             if batch and place is not None and not over:
                 _warn_of_rows(name, shape, batch, axis)
                 spec = P()
             else:
                 _warn_of_place(name, place, counting, axis)
+                # Examples have one number of rows; several numbers make a warning.
                 lengths.setdefault(shape[0], shape)
         own = spec if spec is not None else P(axis.name) if is_untold else P()
         _check_divides(name, shape, own, mesh, axis)
+        # It is split over data axes where it lies, and the loss takes it whole.
         if over and not axes_of(own) and not is_key(x):
             gathered.append(x)
         specs.append(own)
@@ -388,6 +396,7 @@ def _placed_closed(
         for own, x in arrays
         if own.spec is None and jnp.shape(x) and not is_seed(x)
     }
+    # Without arguments that are split, closed arrays of one length are the batch.
     rows = rows or {shape[0] for shape in untold.values()}
     if untold and len(rows) > 1:
         raise ValueError(
@@ -473,7 +482,7 @@ def words_of(aux_tree: Any, told: Any, op: Op, rows: Collection[int]) -> list[st
     paths = jax.tree_util.tree_leaves_with_path(aux_tree)
     try:
         given = _spread(told, aux_tree)
-    except ValueError:
+    except ValueError:  # of trees that do not match, which the new message locates
         raise ValueError(
             f"aux={told!r} does not fit the loss's aux: {misfit_of(told, aux_tree)}; pass a word "
             "for every leaf, one for all, or a dict of some keys"
@@ -534,6 +543,7 @@ def reduce_value(x: Any, word: str, share: Array | None, axis: Axis) -> Array:
     x = axis.to_varying(jnp.asarray(x))
     if word == "same":
         return axis.assume_invarying(x)
+    # A collective in bf16 would round after every addition.
     low = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     wide = x.astype(jnp.float32) if low else x
     if word == "sum":

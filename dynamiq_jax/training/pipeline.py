@@ -217,6 +217,7 @@ class Single(NamedTuple):
     def run(self, gathers: Gathers, taken: Any, x: Any) -> tuple[Any, Any]:
         """Its result without a derivative, and its parameters."""
         progress = self.start(gathers, taken)
+        # Beside nothing: an evaluation has no pipeline.
         arrive(progress, send(progress, ()))
         whole = taken if progress is None else progress.result
         return self.function(gathers.axis.to_varying(whole), x), whole
@@ -227,6 +228,7 @@ class Single(NamedTuple):
         """Its result, what `backward` needs, and its parameters."""
         whole = taken if mine is None else mine.result
         x = beside.send(x)
+        # Varying, or JAX would sum the gradients of parameters itself.
         x, pull = jax.vjp(self.function, gathers.axis.to_varying(whole), x)
         x = beside.arrive(x)
         if mine is None or gathers.pending is not None:  # the caller keeps current copies whole
@@ -290,7 +292,9 @@ class Chain(NamedTuple):
         ways = self._gathers(self._seeds(words, pending), pending)
         rows = [*zip(self.parts, ways, taken, strict=True)]
         found = [part.start(gathers, own) for part, gathers, own in rows]
+        # The last functions have fewer than three after them.
         later = [*found, None, None, None]
+        # The first gather has nothing to be beside; the next two get ready meanwhile.
         x = send(found[0], announce(later[1], later[2], x))
         x = arrive(found[0], x)
         for number, (part, gathers, own) in enumerate(rows):
@@ -308,11 +312,13 @@ class Chain(NamedTuple):
         rows = [*zip(self.parts, self._gathers(seeds, None), kept, strict=True)]
         found = [part.last_gather(gathers, needs) for part, gathers, needs in rows]
         gradient = arrive(found[-1], send(found[-1], gradient))
+        # Beside a function's backward pass the gather of the function before it.
         before = zip(found, [None, *found[:-1]], strict=True)
         for (part, gathers, needs), gather in reversed([*zip(rows, before, strict=True)]):
             final, gradient = part.backward(gathers, needs, gather, pipeline, gradient)
             finals.append(final)
         pipeline.finish()
+        # Only now: results take last kernels that `finish` has placed.
         return tuple(final() for final in reversed(finals)), None, gradient, None, None
 
     def _taken(self, params: Any, copies: Any, pending: Pending | None) -> list[Any]:

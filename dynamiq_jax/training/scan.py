@@ -108,10 +108,14 @@ def scan(
       NotImplementedError: a derivative of the derivative is taken.
     """
     axis, loop = check_axis(axis_name), (length, reverse, unroll)
+    # Without floating-point leaves there is no gradient to reduce.
     if not any(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in jax.tree.leaves(xs)):
         return lax.scan(f, init, xs, *loop)
     around = scans_around()
+    # On Explicit axes the loss is in no map. A scan in a map there is in one of the user's, and has
+    # terms of its own.
     if around is not None and (around.mapped or not axis.mapped):
+        # The loss is traced again, by a function that knows of its scans.
         if around.mode == "stops":
             raise FoundError
         op, compression, key = around.told(axis, compression, key)
@@ -124,9 +128,12 @@ def scan(
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     count = length_of(xs, length)
     if not axis.mapped:
+        # Types of one layer come first here: those of the body's operands depend on them.
         order = count, reverse, unroll
         return scan_outside(total, partial(_closed, f), init, xs, order, key_words(key))
     reducer = reducer_of_rows(total, xs, "scan", specs=specs, copies=copies)
+    # The body is traced ahead of the derivative: what it closes over becomes arguments, or the
+    # backward pass could not return gradients of these.
     init, shared, body = _closed(f, init, whole_row(reducer, xs, copies), count)
     part = Layers(Loop(body, count, reverse, unroll, alone=True), reducer, 0)
     chain = Chain(axis, (part,), Traces(), reshard_after_forward)
@@ -150,10 +157,12 @@ def _closed(f: Callable, init: Any, own: Any, length: int) -> tuple[Any, list[An
     # `lax.scan` says what is wrong with a carry in its own words.
     turns = lambda x, own: lax.scan(lambda x, _: f(x, own), x, None, length)
     carry, _ = jax.eval_shape(turns, init, own)
+    # `lax.scan` casts a weakly typed first carry; here a carry has one type from the start.
     typed = lambda x, y: lax.convert_element_type(x, y.dtype) if x.dtype != y.dtype else x
     init = jax.tree.map(typed, jax.tree.map(jnp.asarray, init), carry)
     program, shapes = jax.make_jaxpr(lambda own, x: f(x, own), return_shape=True)(own, init)
     jaxpr, constants = with_constants(program)
+    # Constants of the program have no gradient, so they stay in the body.
     here = [is_constant(x) for x in constants]
     shared = [x for x, fixed in zip(constants, here, strict=True) if not fixed]
 

@@ -68,6 +68,8 @@ class Scans:
         self.mode, self.calls = mode, 0
         token = _around.set(self)
         try:
+            # A new number each time, so that JAX does not reuse an earlier trace of an inner
+            # function, in which scans did something else.
             with trace_number(next(_numbers)):
                 yield
         finally:
@@ -91,6 +93,7 @@ class Scans:
                 "value_and_grad has a compression by path, and paths in a scan are those of one "
                 "layer, without the name of the stack; pass scan(compression=...) for these"
             )
+        # From above: small numbers are folded in elsewhere.
         if key is None and self.key is not None:
             key = jax.random.fold_in(self.key, (1 << 32) - self.calls)
         return self.total.op, theirs if compression is None else compression, key
@@ -100,6 +103,7 @@ class Scans:
 
         ``loss(params, data)`` returns the loss alone.
         """
+        # Nothing is traced for marks that nobody would use.
         if self.reason:
             if self.reason != UNREDUCED:
                 warn_of_scan(self.reason)
@@ -140,6 +144,7 @@ def marked(xs: Any) -> Any:
     """Stacked operands with a mark on those that have a gradient."""
     leaves, treedef = jax.tree.flatten(xs)
     moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
+    # One mark for all operands: it is one scan.
     for i, x in zip(moving, _mark.bind(*(jnp.asarray(leaves[i]) for i in moving)), strict=True):
         leaves[i] = x
     return treedef.unflatten(leaves)
@@ -152,6 +157,7 @@ def _marked(equation: JaxprEqn) -> list[Any]:
 
 _mark = Primitive("scanned_by_dynamiq_jax")
 _mark.multiple_results = True
+# The mark changes nothing; transformations pass it on.
 _mark.def_impl(lambda *values: list(values))
 _mark.def_abstract_eval(lambda *types: list(types))
 batching.primitive_batchers[_mark] = lambda values, dims: (list(values), list(dims))

@@ -207,6 +207,7 @@ def gradients(
     wanted.check(for_auto.weight)
     axis, allow_int = wanted.total.axis, wanted.allow_int
 
+    # One for each mesh: calls share its checks and its compiled program.
     @functools.cache
     def on(mesh: Mesh | AbstractMesh) -> Callable[..., tuple[Any, Callable[[], Any]]]:
         abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
@@ -226,6 +227,7 @@ def gradients(
         _check_params(params, allow_int)
         own_mesh = mesh_around(params) if mesh is None else mesh
         within = on(own_mesh)
+        # Ahead of the step, in which processes whose programs differ may wait for each other.
         _compare_batches(loss_fn, wanted, own_mesh, for_auto.weight, (others, kwargs))
         moving, *integers = apart(params) if allow_int else (params,)
         context, run = within(moving, (others, kwargs, *integers), key=key, state=state)
@@ -244,6 +246,7 @@ def _on_explicit_axes(
     """A function of parameters and data: the context of the derivative, and what runs in it."""
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
     grad = ExplicitGrad(abstract, wanted)
+    # Types may name axes of one device, and need not agree in them.
     run = grad.without_unit_axes if 1 in abstract.axis_sizes else grad
     return _in_context(functools.partial(run, wanted.joined(loss_fn)), mesh)
 
@@ -270,6 +273,7 @@ def _specs_of(
 ) -> list[Told]:
     """The name and the spec of every leaf of data, as `Wanted.joined` takes it."""
     argnums, positions = wanted.argnums, wanted.positions
+    # `None` has no leaves, so only the other arguments get names.
     places = None if isinstance(argnums, int) else (None,) * len(argnums)
     args, kwargs = positions.joined(lambda *args, **kwargs: (args, kwargs))(places, data)
     numbers = positions.among(len(args))
@@ -284,6 +288,7 @@ def _compare_batches(
 ) -> None:
     """Warns of processes with different numbers of rows, whose loss is a mean without weights."""
     explicit = is_explicit(mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh)
+    # A sum and a weighted mean do not depend on how many rows each process has.
     if weight is not None or (wanted.total.op == "sum" and not explicit):
         return
 
@@ -321,6 +326,7 @@ def _check_mesh(mesh: AbstractMesh, wanted: Wanted, for_auto: ForAuto) -> None:
     if is_explicit(mesh):
         return
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    # An axis of one device may be of either type: nothing travels along it.
     if any(kind == AxisType.Explicit and mesh.shape[name] > 1 for name, kind in kinds):
         raise ValueError(
             f"the mesh has axes {mesh.axis_names} of types {mesh.axis_types}: gradients go one way "
@@ -407,6 +413,7 @@ def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
     """Refuses a keyword that the loss and the reduction both take."""
     try:
         signature = inspect.signature(loss_fn)
+        # What is passed by position needs no keyword.
         filled = signature.bind_partial(*args).arguments
     except (TypeError, ValueError):
         return
@@ -421,6 +428,7 @@ def check_names(loss_fn: Callable[..., Any], args: tuple, **own: Any) -> None:
 
 def mesh_around(params: Any) -> Mesh | AbstractMesh:
     """The mesh of `jax.set_mesh`, or that of the parameters; raises ValueError if there is none."""
+    # A mesh that is set comes first. Arrays outside of `jax.jit` say theirs with its devices.
     for x in jax.tree.leaves(params) if get_abstract_mesh().empty else ():
         sharding = None if isinstance(x, Tracer) else getattr(x, "sharding", None)
         if isinstance(sharding, NamedSharding):
