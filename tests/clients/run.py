@@ -9,13 +9,14 @@ The path is a checkout of the client's repository at the commit that its module 
 runs three times, each in a process of its own and from a copy of its files: as it is, with our
 patch and the exact method `dq.F32`, and with our patch and 5 bits. Its data set is random, its
 model is small; its loss, state, shardings and step are its own. Prints for every run the loss of
-the last step, the bytes that one device sends per step, and whether all copies of the state are
-equal; README.md has the figures. ``--gpus`` takes the GPUs of this machine or of all hosts, and a
-model of their size, of clients whose ``train`` takes ``large``; it tells milliseconds instead of
-bytes. All is said as it comes, so that a run that is stopped leaves what it has found: seconds from
-the run's start to the first and second batch and the end of the first step, milliseconds of every
-later step, a run's line, and the row of the runs until then. Runs on GPUs share a folder of
-compiled programs (``JAX_COMPILATION_CACHE_DIR``, if it is set), by which later ones start faster.
+the last step, the bytes that one device sends per step and holds of the state, and whether all
+copies of the state are equal; README.md has the figures. ``--gpus`` takes the GPUs of this machine
+or of all hosts, and a model of their size, of clients whose ``train`` takes ``large``; it tells
+milliseconds instead of bytes. All is said as it comes, so that a run that is stopped leaves what it
+has found: seconds from the run's start to the first and second batch and the end of the first step,
+milliseconds of every later step, a run's line, and the row of the runs until then. Runs on GPUs
+share a folder of compiled programs (``JAX_COMPILATION_CACHE_DIR``, if it is set), by which later
+ones start faster.
 
 Needs flax, optax, orbax-checkpoint and ml_collections. Not part of the library's tests.
 """
@@ -132,7 +133,8 @@ def _report(title: str, client, found: dict[str, dict], with_row: bool) -> None:
     kept = "kept" if result["shardings"] == first["shardings"] else "CHANGED"
     print(
         f"{run}: {result['losses'][0]:.6f} to {result['losses'][-1]:.6f}, copies {copies}, "
-        f"shardings {kept}, compiled in {result['compile_s']:.1f} s",
+        f"shardings {kept}, compiled in {result['compile_s']:.1f} s, "
+        f"state of {result['state_mb']:.2f} MB",
         flush=True,
     )
     if not with_row:
@@ -172,6 +174,7 @@ def _train(module, client, options: argparse.Namespace) -> None:
         "sent": sent,
         "equal": _copies_equal(trained.state),
         "shardings": _shardings(trained.params),
+        "state_mb": _bytes_of_a_device(trained.state) / 1e6,
         "compile_s": sum(seconds.values()),
     }
     (root / "result").write_text(json.dumps(result))
@@ -220,6 +223,19 @@ def _shardings(tree: Any) -> list[str]:
     return [str(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves(tree)]
 
 
+def _bytes_of_a_device(tree: Any) -> int:
+    """The bytes that one device holds of all arrays."""
+    return sum(x.addressable_data(0).nbytes for x in _arrays(tree))
+
+
+def _arrays(tree: Any) -> list[Any]:
+    """The arrays of a tree that are no keys."""
+    import jax
+
+    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
+    return [x for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+
+
 def _copies_equal(tree: Any) -> bool:
     """Whether all devices that hold the same part of an array hold the same bits of it.
 
@@ -229,8 +245,7 @@ def _copies_equal(tree: Any) -> bool:
     import numpy as np
     from jax.experimental import multihost_utils
 
-    leaves = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-    arrays = [x for x in leaves if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    arrays = _arrays(tree)
     if jax.process_count() > 1:
         own = [_checksum(x.addressable_data(0)) for x in arrays if x.is_fully_replicated]
         found = multihost_utils.process_allgather(np.array(own, np.uint32))
