@@ -1,7 +1,6 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
 import itertools
-import re
 import sys
 from functools import cache, partial
 
@@ -158,19 +157,17 @@ def lowered_compression(tiles: int) -> str:
     return lowered_for_cuda(compress, x, *of_tiles, noise)
 
 
-def test_one_kernel_serves_all_sizes_and_python_searches_no_module(monkeypatch):
-    kernel, found, searched = re.compile(r'grid_x = .* ir = "(.*?)",'), [], []
+def test_python_searches_no_module_while_kernels_are_lowered(monkeypatch):
+    searched = []
 
     class Searches:
         def find_spec(self, name, path=None, target=None):
             searched.append(name)
 
     monkeypatch.setattr(sys, "meta_path", [Searches(), *sys.meta_path])
-    for tiles in (9, 16):  # from one line of code, which kernels name
-        searched.clear()  # the first one loads modules
-        found.append(kernel.search(lowered_compression(tiles)))
-    few, many = found
-    assert few and many and few[0] == many[0]  # with the grid: the key of XLA's kernels
+    lowered_compression(1)  # loads modules
+    searched.clear()
+    lowered_compression(2)
     assert not searched
 
 
