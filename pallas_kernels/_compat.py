@@ -66,3 +66,6 @@ def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:
     kinds = [jax.typeof(x).manual_axis_type for x in like]
     varying = frozenset().union(*(kind.varying for kind in kinds))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kinds[0])(varying=varying))
+
+
+end_search_for_dialect()

@@ -35,7 +35,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels.format import Rounding
 
@@ -138,9 +137,9 @@ def noise_from(row: jax.Array, first: jax.Array) -> jax.Array:
 
     ``first`` is a coordinate, int32 scalar, a multiple of four.
     """
-    quads = lax.shift_right_logical(first.astype(jnp.uint32), jnp.uint32(2))
-    moved = np.array([name in ("seed_a", "shared_a") for name in Noise._fields], np.uint32)
-    return row + moved * quads  # one operation: updates of entries are two kernels
+    quads = (first // 4).astype(jnp.uint32)
+    a, shared_a = Noise._fields.index("seed_a"), Noise._fields.index("shared_a")
+    return row.at[a].add(quads).at[shared_a].add(quads)
 
 
 def noise_words(quad_counter, rotation, noise: Noise, rounding: Rounding):

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from pallas_kernels import reference
-from pallas_kernels._compat import end_search_for_dialect, shape_struct
+from pallas_kernels._compat import shape_struct
 from pallas_kernels.format import (
     DEALT,
     ENERGY_LEVELS,
@@ -39,7 +39,6 @@ from pallas_kernels.tuning import tuning_for
 
 # JAX 0.11 warns everyone who lowers a program, and users of these kernels cannot change that.
 warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-end_search_for_dialect()
 
 
 def _asm(code: str, x, *others, dtype=jnp.float32):
