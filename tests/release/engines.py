@@ -24,6 +24,14 @@ OWN_MEMORY = """
 unset COORDINATOR NUM_HOSTS HOST_ID  # which an engine does not set
 mkdir -p {shm} && mount --bind {shm} /dev/shm && exec "$@"
 """
+FAULTS = {
+    "killed": (1, signal.SIGKILL),
+    "coordinator killed": (0, signal.SIGKILL),
+    "stopped": (1, signal.SIGSTOP),
+}
+"""{fault: the host whose process gets a signal, and the signal}."""
+HEARTBEATS = "--heartbeat-timeout", 10
+"""Without them JAX, which alone learns of a stopped process, waits 100 s."""
 NOT_OURS = "COORDINATOR", "NUM_HOSTS", "HOST_ID", "XLA_FLAGS", "PYTHONPATH", "SLURM_", "OMPI_"
 
 
@@ -67,9 +75,9 @@ class Machines:
                 found.append(int(pid))
         return sorted(found)
 
-    def kill(self, i, word):
-        """Kills the newest process of host i that has a word in its command."""
-        os.kill(self.processes(i, word)[-1], signal.SIGKILL)
+    def kill(self, i, word, number=signal.SIGKILL):
+        """Kills the newest process of host i that has a word in its command, or sends a signal."""
+        os.kill(self.processes(i, word)[-1], number)
 
     def until(self, true, seconds=30.0, *logs):
         """Waits; shows logs if it takes too long."""
@@ -102,8 +110,9 @@ class Training:
     def step(self, i=0):
         """The step that the process of host i has begun last; -1 before the first."""
         file = self.machines.shm / f"host{i}" / "progress"
-        told = file.read_text() if file.exists() else ""
-        return int(told) if told.isdecimal() else -1
+        while file.exists() and not (told := file.read_text()):
+            time.sleep(0.01)  # the process is writing it
+        return int(told) if file.exists() and told.isdecimal() else -1
 
     def until_step(self, step, seconds=180):
         self.machines.until(lambda: self.step() >= step, seconds, self.log)

@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from engines import EXAMPLE, STEPS, Training
+from engines import EXAMPLE, FAULTS, HEARTBEATS, STEPS, Training
 from hosts import Hosts
 from slurm import MISSING, Slurm
 from test_hosts import REASON
@@ -48,13 +48,15 @@ def whole(slurm, tmp_path_factory):
     return Job(slurm, tmp_path_factory.mktemp("whole"), 3).finish()
 
 
-def test_a_killed_task_goes_on_from_memory_in_the_same_job(tmp_path, slurm, whole):
-    job = Job(slurm, tmp_path, 3)
+@pytest.mark.parametrize("fault", ["killed", "coordinator killed"])
+def test_a_fault_of_a_task_goes_on_from_memory_in_the_same_job(tmp_path, slurm, whole, fault):
+    job = Job(slurm, tmp_path, 3, *HEARTBEATS)
     job.until_step(8)
-    job.after("killed task", lambda: slurm.kill(1, "train_multihost.py"), SAYS)
+    i, number = FAULTS[fault]
+    job.after(fault, lambda: slurm.kill(i, "train_multihost.py", number), SAYS)
     assert job.finish() == whole
     assert "from the memory of hosts" in job.said()
-    assert "host1: task 1: Killed" in job.said()
+    assert f"host{i}: task {i}: Killed" in job.said()
 
 
 def test_a_killed_slurmd_does_not_end_its_task(tmp_path, slurm, whole):
