@@ -1,6 +1,7 @@
 """Kernels give the reference's bits on Pallas' interpreter, and lower for GPUs on any machine."""
 
 import itertools
+import sys
 from functools import cache, partial
 
 import jax
@@ -139,6 +140,35 @@ def compared_after_bitcasts(program):
             found |= {name} & signed
             cast |= {id(x) for x in equation.outvars if name in kept}
     return found
+
+
+def lowered_compression(tiles: int) -> str:
+    """The program of one payload with so many tiles, for CUDA."""
+    fmt, of = pk.WireFormat(widths=(4, 6)), jax.ShapeDtypeStruct
+    rows = 8 * tiles - 3
+
+    def compress(x, order, records, noise):
+        target = pk.Target(records, noise, tiles * fmt.tile_words(4))
+        source, chunks = pk.Source(x, None, order), jnp.zeros(1, jnp.int32)
+        return kernels.compress(source, chunks, target, fmt=fmt, lowering=Triton())
+
+    of_tiles = of((1, 8 * tiles), jnp.int32), of((1, tiles), jnp.int32)
+    x, noise = of((256 * rows,), jnp.bfloat16), of((8,), jnp.uint32)
+    return lowered_for_cuda(compress, x, *of_tiles, noise)
+
+
+def test_python_searches_no_module_while_kernels_are_lowered(monkeypatch):
+    searched = []
+
+    class Searches:
+        def find_spec(self, name, path=None, target=None):
+            searched.append(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Searches(), *sys.meta_path])
+    lowered_compression(1)  # loads modules
+    searched.clear()
+    lowered_compression(2)
+    assert not searched
 
 
 @pytest.mark.parametrize("name", daily(FORMATS, ["dither, odd widths"]))
