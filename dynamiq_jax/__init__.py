@@ -60,7 +60,7 @@ __all__ = [
     "with_sharding_constraint",
 ]
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 WINGS = frozenset(("comparators", "contrib", "equinox", "hosts", "metrics", "nnx", "optax"))
 """Public modules that are imported at their first use; ``comparators`` is a former name."""

@@ -16,6 +16,7 @@ import numpy as np
 import optax
 import pytest
 from cases import over
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from test_drop_in import COLLECTIVES
 from workers import auto_mesh
@@ -25,6 +26,7 @@ import dynamiq_jax.optax
 import pallas_kernels.backend
 from dynamiq_jax.compression.compression import as_compression
 from dynamiq_jax.core import checks
+from dynamiq_jax.reduction.worker_gradients import Placement, WorkerTerms
 from pallas_kernels import resolve_backend
 
 FIELDS = [
@@ -214,7 +216,7 @@ def test_unknown_axis(name):
     for collective in (ours, native):
         with pytest.raises(NameError, match="unbound axis name: rows"):
             jax.eval_shape(jax.vmap(collective, axis_name="data"), np.ones(2, np.float32))
-    with raises(NameError, "unbound axis name: rows", "jax.shard_map"):
+    with raises(NameError, "unbound axis name: rows", "jax.shard_map", "dq.value_and_grad"):
         shard_mapped(ours, jnp.ones(8), in_specs=P("data"))
 
 
@@ -385,6 +387,38 @@ def test_value_and_grad_refuses_meshes():
     dq.value_and_grad(loss, mesh=jax.make_mesh((8, 1), ("data", "model")), axis_name="data")
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_losses_of_another_form_are_named_with_a_remedy(kind):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    x = jax.device_put(np.ones((16, 3), np.float32), jax.NamedSharding(mesh, P("data")))
+    w = jax.device_put(np.ones(3, np.float32), jax.NamedSharding(mesh, P()))
+    product = lambda w, x: jnp.sum(x * w[None], axis=-1)
+    told = functools.partial(dq.value_and_grad, mesh=mesh, axis_name="data")
+    for loss, has_aux, *texts in (
+        (product, False, "the loss has shape", "float32", "the mean over all examples"),
+        (lambda w, x: (jnp.sum(w), x), False, "is a tuple of 2", "has_aux=True"),
+        (lambda w, x: {"loss": jnp.sum(w)}, False, "is a dict of 1", "return a scalar"),
+        (lambda w, x: None, False, "is a NoneType", "return a scalar"),
+        (lambda w, x: jnp.sum(w), True, "has_aux=True", "returns a", "return (loss, aux)"),
+        (lambda w, x: (1, x, w), True, "a tuple of 3", "return (loss, aux)"),
+    ):
+        with raises(TypeError, *texts):
+            jax.eval_shape(told(loss, has_aux=has_aux), w, x)
+
+
+def test_operators_of_one_workers_gradients_are_refused_with_a_remedy():
+    """A number of Python does not ask the node for an array."""
+    terms = WorkerTerms(jnp.ones((8, 4)), Placement(auto_mesh(), ("data",), P()))
+    for f in (lambda g: 0.1 * g, lambda g: g / 2, lambda g: np.ones(4) - g, lambda g: -g):
+        with raises(ValueError, "terms of 8 workers", "dq.psum(grads, 'data')", "divide the loss"):
+            f(terms)
+
+
+def test_value_and_grad_refuses_weights_that_are_no_function():
+    with raises(ValueError, "weight='tokens' is no function", "lambda params, batch"):
+        dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data", weight="tokens")
+
+
 def test_value_and_grad_refuses_batches_that_do_not_divide():
     f = dq.value_and_grad(loss, mesh=auto_mesh(), axis_name="data")
     with raises(ValueError, "['x']", "(12, 3)", "multiple of the 8 workers", "axis 'data'"):
@@ -410,6 +444,8 @@ def test_what_is_no_number_of_workers(case):
     for function in COUNTING:
         with raises(ValueError, *texts):
             function(np.ones(3), n)
+    with raises(ValueError, "n_workers=a dict is not a number of workers", "pass an int"):
+        dq.explain(8, {"w": np.ones(99)})  # the arguments are exchanged; no numbers of arrays
     for number in (np.int64(2), jax.device_put(np.int32(2))):
         assert type(dq.explain(np.ones(3), number, verbose=False).n_workers) is int
 

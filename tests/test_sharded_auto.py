@@ -24,6 +24,7 @@ from workers import auto_mesh, compilations, loss_fn, mesh_of, problem, promotin
 import dynamiq_jax as dq
 import dynamiq_jax.nnx
 import dynamiq_jax.optax
+from dynamiq_jax.optax.state import PerWorker
 
 F32 = dataclasses.replace(EXACT, min_leaf_size=64)
 SMALL = dataclasses.replace(small(dq.contrib.MinMax()), min_leaf_size=64)
@@ -285,6 +286,14 @@ def test_what_does_not_go_is_refused():
     with pytest.raises(ValueError, match="apply_if_finite is around dq.optax.sharded.*Leave it"):
         around = optax.apply_if_finite(optimizer, 3)
         jax.eval_shape(around.update, grads, jax.eval_shape(around.init, params), params)
+    with pytest.raises(ValueError, match=r"opt_state is a tuple.*pass optimizer.init\(params\)"):
+        update(grads, ADAM.init(params))
+    later = make(ADAM, deferred=True)
+    for told, other in ((optimizer, later), (later, optimizer)):
+        with pytest.raises(ValueError, match="made with deferred=.*dq.optax.gathered"):
+            jax.eval_shape(other.update, grads, told.init(params), params)
+    with pytest.raises(ValueError, match=r"an array \(4,\).* dq.optax.restore_state"):
+        PerWorker(jnp.zeros(4), "data").own()
     sharded = put(jax.device_get(params), MESH, P("data"))
     with pytest.raises(ValueError, match="sharded over.*which are workers"):
         optimizer.init(sharded)

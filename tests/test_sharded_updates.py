@@ -319,6 +319,19 @@ def test_every_step_has_noise_of_its_own(compressed):
     assert np.mean(np.asarray(first["in"]) != np.asarray(other["in"])) > 0.1
 
 
+def test_parameters_on_an_explicit_mesh_tell_it_where_none_is_set():
+    mesh = mesh_of(8, kind=AxisType.Explicit)
+    params = put(problem()[0], mesh)
+    memory = dataclasses.replace(F32, method=dq.ErrorFeedback(dq.contrib.MinMax()))
+    for rule in (make("adamw"), dq.optax.all_reduce("data", compression=memory)):
+        state = rule.init(params)
+        with jax.set_mesh(mesh):
+            expected = rule.init(params)
+        assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, expected)
+        assert any("data" in x.sharding.spec for x in jax.tree.leaves(state))
+        assert_same_bits(state, expected)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=lambda x: x.name)
 def test_outside_of_maps_another_axis_splits_leaves(kind):
     """On Explicit axes the loss is that of all examples; `test_ways` has a mesh of one axis."""

@@ -539,6 +539,13 @@ def is_outside(axis: Axis, tree: Any) -> bool:
     return is_explicit(mesh) and set(axis.names) <= set(mesh.axis_names)
 
 
+def set_of_leaves(axis: Axis, tree: Any) -> contextlib.AbstractContextManager[Any]:
+    """Sets the Explicit mesh that arrays are on if none is set: `jnp.zeros` is on no other."""
+    if is_traced(tree) or not get_abstract_mesh().empty or not is_outside(axis, tree):
+        return contextlib.nullcontext()
+    return jax.set_mesh(next(x for x in meshes_of(tree) if isinstance(x, Mesh) and not x.empty))
+
+
 def resharded(x: Any, mesh: AbstractMesh, spec: P) -> Array:
     """``x``, sharded by ``spec``; an array whose type has this spec is unchanged."""
     if isinstance(x, Array) and not jax.typeof(x).sharding.mesh.empty:

@@ -30,12 +30,17 @@ def axis_counts(n_workers: int | tuple[int, ...]) -> tuple[int, ...]:
     if sizes is None or any(isinstance(size, bool) for size in given):
         axis = next((size for size in given if isinstance(size, str)), "data")
         raise ValueError(
-            f"n_workers={n_workers!r} is not a number of workers; pass an int, or one for each "
-            f"axis, such as mesh.shape[{axis!r}], or inside a map jax.lax.axis_size({axis!r})"
+            f"n_workers={_brief(n_workers)} is not a number of workers; pass an int, or one for "
+            f"each axis, such as mesh.shape[{axis!r}], or inside a map jax.lax.axis_size({axis!r})"
         )
     if not sizes or min(sizes) < 1:
         raise ValueError(f"n_workers={n_workers} must be at least 1")
     return sizes
+
+
+def _brief(value: Any) -> str:
+    """How a value prints; a tree of arrays, whose numbers say nothing, by its type."""
+    return f"a {type(value).__name__}" if len(text := repr(value)) > 80 else text
 
 
 def check_axis(
@@ -84,7 +89,8 @@ def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]
     except NameError as error:
         raise NameError(
             f"Found an {error}. To fix this, please call {collective} under `jax.shard_map`, "
-            "`jax.pmap` or `jax.vmap` with an axis of this name."
+            "`jax.pmap` or `jax.vmap` with an axis of this name. In a step under `jax.jit` "
+            "alone call dq.value_and_grad, whose gradients are reduced."
         ) from None
 
 

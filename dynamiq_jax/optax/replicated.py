@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Int
 
 from dynamiq_jax.compression.compression import AnyPolicy, Compression, as_compression
-from dynamiq_jax.core.axis import Axis, AxisName, is_outside, mesh_of, resharded
+from dynamiq_jax.core.axis import Axis, AxisName, is_outside, mesh_of, resharded, set_of_leaves
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.methods.metrics import Metrics
 from dynamiq_jax.optax.state import PerWorker, check_wrappers, known_sizes
@@ -67,11 +67,12 @@ def all_reduce(
 
     def init(params) -> Any:
         check_wrappers(axis, params, "all_reduce")
-        memory = first_memory(params, axis, compression)
-        shapes = dict.fromkeys(Metrics._fields, ()) | {"widths": (17,)}
-        zeros = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
-        known = Metrics(**zeros) if metrics else None
-        return AllReduceState(jnp.zeros((), jnp.int32), memory, known)
+        with set_of_leaves(axis, params):
+            memory = first_memory(params, axis, compression)
+            shapes = dict.fromkeys(Metrics._fields, ()) | {"widths": (17,)}
+            zeros = {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()}
+            known = Metrics(**zeros) if metrics else None
+            return AllReduceState(jnp.zeros((), jnp.int32), memory, known)
 
     def update(updates, state, params=None, **extra) -> Any:
         del params

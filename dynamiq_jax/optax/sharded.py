@@ -45,6 +45,7 @@ from dynamiq_jax.core.axis import (
     meshes_of,
     resharded,
     set_around,
+    set_of_leaves,
     together,
 )
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
@@ -317,7 +318,8 @@ def sharded(
         around = auto_mesh(params)
         start = _Start(inner, total, specs, deferred, around)
         if around is None:
-            return start(params)
+            with set_of_leaves(axis, params):
+                return start(params)
         # A traced state is placed by the program around it; a concrete one is made on its devices
         # below.
         if not isinstance(around, Mesh) or is_traced(params):
@@ -335,6 +337,7 @@ def sharded(
                 "masters; call optimizer.update(grads, opt_state, params)"
             )
         check_wrappers(axis, (updates, params), "sharded")
+        _check_state(state, deferred=deferred)
         if deferred:
             check_deferred()
         _check_alike("params", params, state)
@@ -830,6 +833,21 @@ class _Update(NamedTuple):
             wide = (x.astype(jnp.float32) for x in (whole, given.copies[i]))
             found[i] = operator.sub(*wide) if exactly[i] else whole
         return found
+
+
+def _check_state(state: Any, *, deferred: bool) -> None:
+    """Refuses a state of another optimizer; its `pending`, not the option, rules the update."""
+    if not isinstance(state, ShardedState):
+        raise ValueError(
+            f"opt_state is a {type(state).__name__} and not the state of dq.optax.sharded; pass "
+            "optimizer.init(params) of this optimizer, which also shards what it keeps"
+        )
+    if (state.pending is not None) != deferred:
+        raise ValueError(
+            f"opt_state was made with deferred={not deferred}, and this optimizer has "
+            f"deferred={deferred}; pass deferred={not deferred}, or begin with "
+            "optimizer.init(dq.optax.gathered(params, opt_state))"
+        )
 
 
 def _check_alike(

@@ -84,7 +84,9 @@ class PerWorker(Part):
                     f"opt_state has an array {jnp.shape(x)} inside of the map, where a worker has "
                     "its own part alone, which has length 1 along the first axis; pass "
                     "dq.optax.state_specs(opt_state) as the specs of opt_state to jax.shard_map, "
-                    f"or make the state for jax.pmap by {_pmapped(self.axis_name)}"
+                    f"or make the state for jax.pmap by {_pmapped(self.axis_name)}; a state of "
+                    "another number of workers becomes one of these by "
+                    "dq.optax.restore_state(opt_state, optimizer.init(params))"
                 )
         return jax.tree.map(lambda x: x[0], self.value)
 

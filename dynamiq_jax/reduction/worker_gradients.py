@@ -57,10 +57,18 @@ class WorkerTerms:
             f"a gradient of value_and_grad(unreduced=True) is a node of the terms of {x.shape[0]} "
             f"workers, {x.str_short()}, and a function of arrays got the node. Sum terms by "
             f"dq.psum(grads, {axis_name[0] if len(axis_name) == 1 else axis_name!r}), and use "
-            "the sums. To add up micro-batches begin with zeros of the gradients' shapes, not of "
-            "the parameters': jax.tree.map(jnp.zeros_like, like), where like is "
+            "the sums; with dq.optax.sharded divide the loss instead. To add up micro-batches "
+            "begin with zeros of the gradients' shapes, not of the parameters': "
+            "jax.tree.map(jnp.zeros_like, like), where like is "
             "jax.eval_shape(grad_fn, params, batch)[1]"
         )
+
+    def _refused(self, other: Any = None) -> Any:
+        """Refuses operators, also those of Python's numbers, which do not ask for an array."""
+        return self.__jax_array__()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _refused
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __neg__ = _refused
 
 
 def is_terms(x: Any) -> bool:

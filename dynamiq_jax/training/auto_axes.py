@@ -306,10 +306,11 @@ class AutoGrad:
     ) -> tuple[Any, Any, Any]:
         """((value, aux), the gradients, the weight) of one worker."""
         data = told.join(arrays)
-        value, grads = jax.value_and_grad(self.loss, has_aux=self.wanted.has_aux)(params, data)
+        found = lambda params: self.wanted.apart(self.loss(params, data))
+        value, grads = jax.value_and_grad(found, has_aux=True)(params)
         # Outside of the derivative: a weight has no gradient.
         weight = None if self.weight is None else self.weight(params, data)
-        return (value if self.wanted.has_aux else (value, None)), grads, weight
+        return value, grads, weight
 
     def _in_scans(
         self, scans: Scans, told: StaticArguments, params: Any, arrays: list
@@ -322,8 +323,7 @@ class AutoGrad:
             pass  # as an error of the next trace has nothing to do with it
 
         def alone(params: Any, arrays: list) -> Any:
-            found = self.loss(params, told.join(arrays))
-            return found[0] if self.wanted.has_aux else found
+            return self.wanted.apart(self.loss(params, told.join(arrays)))[0]
 
         reduced = scans.leaves(alone, params, arrays)
         with scans.trace("exchanges" if reduced else "plain"):

@@ -462,9 +462,7 @@ class ExplicitGrad(NamedTuple):
         found = Uses(frozenset(axes_above_one(self.axis.names, self.mesh.shape)))
 
         def flat(leaves: list[Array], arrays: list[Array]) -> tuple[Array, Any]:
-            value = loss(given.treedef.unflatten(leaves), told.join(arrays))
-            value, aux = value if self.wanted.has_aux else (value, None)
-            return _scalar(value), aux
+            return self.wanted.apart(loss(given.treedef.unflatten(leaves), told.join(arrays)))
 
         def run(typed: dict[int, Array], plain: list[Array]) -> tuple[Array, Any]:
             own = [parameter(typed.get(i), x, i, found) for i, x in enumerate(plain)]
@@ -649,8 +647,7 @@ class ExplicitGrad(NamedTuple):
         def loss_of(held: list[Array]) -> tuple[Array, Any]:
             own = zip(held, shapes, strict=True)
             found = loss(given.treedef.unflatten(x.reshape(shape) for x, shape in own), data)
-            value, aux = found if self.wanted.has_aux else (found, None)
-            value = _scalar(value)
+            value, aux = self.wanted.apart(found)
             # A loss that is a function of deferred parameters alone is typed as reduced, and its
             # cotangent would be unreduced: a 1 on every device.
             return self._plain(value), jax.tree.map(self._plain, aux)
@@ -725,17 +722,6 @@ class ExplicitGrad(NamedTuple):
     def _plain(self, x: Any) -> Any:
         """``x``, typed as neither reduced nor unreduced."""
         return resharded(x, self.mesh, P(*_spec(x).partitions)) if isinstance(x, Array) else x
-
-
-def _scalar(value: Any) -> Array:
-    """The loss as an array; refuses what is no scalar of floating-point numbers."""
-    value = jnp.asarray(value)
-    if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
-        raise TypeError(
-            f"the loss has shape {value.shape} and dtype {value.dtype}; return a scalar of "
-            "floating-point numbers, such as the mean over all examples"
-        )
-    return value
 
 
 def _listed(params: Any, numbers: Collection[int], what: str = "leaves") -> str:

@@ -76,8 +76,32 @@ class Wanted(NamedTuple):
         whole = () if self.ungathered else self.total.axis.names
         return _with_integers(self.positions, whole, function)
 
+    def apart(self, found: Any) -> tuple[Array, Any]:
+        """The loss as an array, and aux, of what the loss function returns; refuses other forms."""
+        if self.has_aux and not (isinstance(found, tuple | list) and len(found) == 2):
+            raise TypeError(
+                f"has_aux=True, and the loss function returns {_form(found)}; return (loss, aux)"
+            )
+        value, aux = found if self.has_aux else (found, None)
+        if isinstance(value, tuple | list | Mapping) or value is None:
+            raise TypeError(
+                f"the loss is {_form(value)}; return a scalar, or (loss, aux) with has_aux=True"
+            )
+        value = jnp.asarray(value)
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise TypeError(
+                f"the loss has shape {value.shape} and dtype {value.dtype}; return a scalar of "
+                "floating-point numbers, such as the mean over all examples"
+            )
+        return value, aux
+
     def check(self, weight: Callable[..., Any] | None) -> None:
         """Refuses what does not go together."""
+        if weight is not None and not callable(weight):
+            raise ValueError(
+                f"weight={weight!r} is no function; pass one of the loss's arguments, such as "
+                "lambda params, batch: batch['mask'].sum()"
+            )
         if self.total.op == "sum" and weight is not None:
             raise ValueError(
                 "op='sum' and weight=: weights are for the mean of means; leave one of them out"
@@ -88,6 +112,12 @@ class Wanted(NamedTuple):
                 "no reduction takes; pass integers in an argument of the loss that argnums= does "
                 "not name"
             )
+
+
+def _form(value: Any) -> str:
+    """The type of a result, in words, and its length."""
+    sized = isinstance(value, tuple | list | Mapping)
+    return f"a {type(value).__name__}" + (f" of {len(value)}" if sized else "")
 
 
 class _Positions(NamedTuple):
