@@ -55,7 +55,7 @@ def end_search_for_dialect(name: str = "jaxlib.mlir.dialects.tt") -> None:
     """Puts an empty module where MLIR looks for Triton's dialect, which JAX has elsewhere.
 
     MLIR looks for it at every type of a pointer. Python searched the disk 13,000 times in the
-    lowering of a step, which took half of the time.
+    lowering of a step, which took a third of the time.
     """
     if name not in sys.modules and find_spec(name) is None:
         sys.modules[name] = ModuleType(name)
