@@ -241,7 +241,9 @@ def main(
     wait: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
     ready: Annotated[str, typer.Option(help="modules, as of dynamiq-jax run")] = "",
     kinds: Annotated[str, typer.Option(help="faults, by commas")] = ",".join(FAULTS),
-    gpus: Annotated[int, typer.Option(min=0, help="of each host; 0: a virtual CPU device")] = 0,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="of each host; default: a virtual CPU device")
+    ] = None,
     model: Annotated[str, typer.Option(help="as of train_multihost.py")] = "tiny",
     warm: Annotated[bool, typer.Option(help="fill the compilation cache first")] = True,
     out: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/goodput"),
@@ -256,7 +258,7 @@ def main(
     options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
     options += ["--ready", ready] if ready else []
     own = ["--model", model, "--checkpoint-every", str(checkpoint_every)]
-    with Hosts(hosts, devices=None if gpus else 1, gpus=gpus or None) as made:
+    with Hosts(hosts, devices=None if gpus else 1, gpus=gpus) as made:
         watched = Watched(made, folder, options, own)
         began = until_steps(watched)
         if warm:  # one fault that does not count, after which the cache is full

@@ -573,7 +573,7 @@ def told(row: Row) -> str:
 
 
 Methods = Annotated[
-    str, typer.Option(help="bf16-psum, or a method with its wire bits per coordinate")
+    str, typer.Option(help="bf16-psum, float8-psum, or a method with its wire bits per coordinate")
 ]
 """The option of all scripts here that train."""
 

@@ -141,8 +141,8 @@ class ShardedState(Part):
         """See `Part`."""
         treedef = jax.tree.structure((self.masters, self.inner))
         masters, inner = treedef.unflatten(self.splits)
-        copies, _ = treedef.unflatten(self.splits)  # nnx.state takes one variable only once
-        copies = None if self.sent.copies is None else copies
+        # Copies have a tree of their own: nnx.state takes one variable only once.
+        copies = None if self.sent.copies is None else treedef.unflatten(self.splits)[0]
         sent = Sent(self.sent.step.specs(), copies)
         told = {"masters": masters, "inner": inner, "sent": sent}
         alike = "step", "skipped", "pending", "norm", "skipped_in_a_row"  # on all workers

@@ -129,6 +129,18 @@ class Training:
         lines = [s for s in self.said().splitlines() if any(word in s for word in words)]
         print(f"\n{name}: {time.time() - began:.1f} s; {lines}")
 
+    def outlives(self, fault, word, says, whole):
+        """A fault after eight steps: the run goes on from memory, to the losses ``whole``.
+
+        ``word`` is in the command of the process that one of `FAULTS` hits; ``says`` is as for
+        `after`.
+        """
+        self.until_step(8)
+        i, number = FAULTS[fault]
+        self.after(fault, lambda: self.machines.kill(i, word, number), says)
+        assert self.finish() == whole
+        assert "from the memory of hosts" in self.said()
+
     def finish(self):
         """The losses of the whole run."""
         self.machines.until(self.ended, 240, self.log)

@@ -58,8 +58,5 @@ def test_a_killed_rank_goes_on_from_memory(tmp_path):
         for i in range(3):
             shutil.rmtree(machines.shm / f"host{i}" / "run1")
         job = Job(machines, tmp_path / "killed", 3)
-        job.until_step(8)
-        job.after("killed rank", lambda: machines.kill(1, "train_multihost.py"), ["mpirun"])
-        assert job.finish() == whole
-        assert "from the memory of hosts" in job.said()
+        job.outlives("killed", "train_multihost.py", ["mpirun"], whole)
         assert "signal 9 (Killed)" in job.said()

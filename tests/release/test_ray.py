@@ -97,11 +97,7 @@ def whole(cluster, tmp_path_factory):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_an_actor_goes_on_from_memory(tmp_path, cluster, whole, fault):
     job = Job(cluster, tmp_path, 3, *HEARTBEATS)
-    job.until_step(8)
-    i, number = FAULTS[fault]
-    job.after(fault, lambda: cluster.kill(i, WORKER, number), SAYS)
-    assert job.finish() == whole
-    assert "from the memory of hosts" in job.said()
+    job.outlives(fault, WORKER, SAYS, whole)
 
 
 def test_two_hosts_go_on_without_a_raylet_and_take_a_new_one(tmp_path, cluster, whole):

@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from engines import EXAMPLE, FAULTS, Machines, Training
+from engines import EXAMPLE, Machines, Training
 from hosts import Hosts
 from test_hosts import REASON
 
@@ -63,10 +63,4 @@ def whole(machines, tmp_path_factory):
 @pytest.mark.parametrize("fault", ["killed", "coordinator killed"])
 def test_a_fault_of_a_host_goes_on_from_memory(tmp_path, machines, whole, fault):
     job = Job(machines, tmp_path)
-    job.until_step(8)
-
-    i, number = FAULTS[fault]
-    kill = lambda: machines.kill(i, str(EXAMPLE), number)
-    job.after(fault, kill, ["host 0: start", "(10.7.0."])
-    assert job.finish() == whole
-    assert "from the memory of hosts" in job.said()
+    job.outlives(fault, str(EXAMPLE), ["host 0: start", "(10.7.0."], whole)

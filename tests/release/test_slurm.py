@@ -51,11 +51,8 @@ def whole(slurm, tmp_path_factory):
 @pytest.mark.parametrize("fault", ["killed", "coordinator killed"])
 def test_a_fault_of_a_task_goes_on_from_memory_in_the_same_job(tmp_path, slurm, whole, fault):
     job = Job(slurm, tmp_path, 3, *HEARTBEATS)
-    job.until_step(8)
-    i, number = FAULTS[fault]
-    job.after(fault, lambda: slurm.kill(i, "train_multihost.py", number), SAYS)
-    assert job.finish() == whole
-    assert "from the memory of hosts" in job.said()
+    job.outlives(fault, "train_multihost.py", SAYS, whole)
+    i, _ = FAULTS[fault]
     assert f"host{i}: task {i}: Killed" in job.said()
 
 
