@@ -218,7 +218,7 @@ class Holder(Protocol):
         ...
 
 
-class Arrays:
+class _Arrays:
     """The `Holder` of coordinates [4, T, 8, 4], blocks [4, T] and words [T] or [T, 8, p / 2]."""
 
     def largest(self, of_coordinates):
@@ -250,8 +250,16 @@ class Arrays:
         return words[None] >> _shifts((QUARTERS, 1, 1, 1), 0, plane)
 
 
+ARRAYS: Holder = _Arrays()
+
+
 def encode_blocks(
-    x: Any, element: Element, noise: Any, *, keeps_subnormals: bool = False, holder: Holder = Arrays()
+    x: Any,
+    element: Element,
+    noise: Any,
+    *,
+    keeps_subnormals: bool = False,
+    holder: Holder = ARRAYS,
 ) -> tuple[Any, list[Any]]:
     """The words of scale codes and of every plane, the largest plane first.
 
@@ -285,7 +293,7 @@ def decode_blocks(
     element: Element,
     *,
     keeps_subnormals: bool = False,
-    holder: Holder = Arrays(),
+    holder: Holder = ARRAYS,
 ) -> Any:
     """The exact f32 values of the words of `encode_blocks`; NaN in blocks of `NAN_SCALE`."""
     width = element.bits

@@ -119,9 +119,7 @@ def _encode_kernel(
         run()
 
 
-def _sum_kernel(
-    x_ref, chunks_ref, *rest, lowering: Lowering, fmt: Form, with_skip, divisor: int
-):
+def _sum_kernel(x_ref, chunks_ref, *rest, lowering: Lowering, fmt: Form, with_skip, divisor: int):
     """Writes sums; the chunk at position c of the call goes to position c of the result."""
     program = lowering.program(fmt)
     total = program.load(x_ref, chunks_ref[program.c])

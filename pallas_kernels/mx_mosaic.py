@@ -35,7 +35,7 @@ _COORDINATES = mosaic._coordinates_layout(QUARTERS)
 _BLOCKS = mosaic._words_layout(QUARTERS)
 
 
-def _word_of(coordinate: int, plane: int) -> tuple[int, int]:
+def word_of(coordinate: int, plane: int) -> tuple[int, int]:
     """The word and the bit where the field of a thread's coordinate (of 16) begins."""
     together = 8 // plane  # coordinates of a quad in a word
     quarter, place = divmod(coordinate, QUAD)
@@ -85,7 +85,7 @@ class _Registers:
         def join(fields):
             words: list[list[Any]] = [[] for _ in range(count)]
             for coordinate, field in enumerate(fields):
-                words[_word_of(coordinate, plane)[0]].append(field)
+                words[word_of(coordinate, plane)[0]].append(field)
             return [functools.reduce(arith.ori, parts) for parts in words]
 
         return join(fields << _bits(plane))
@@ -96,14 +96,14 @@ class _Registers:
 
         @mosaic._inline((layout,), _COORDINATES, shape, jnp.uint32)
         def split(words):
-            return [words[_word_of(i, plane)[0]] for i in range(QUARTERS * QUAD)]
+            return [words[word_of(i, plane)[0]] for i in range(QUARTERS * QUAD)]
 
         return split(words) >> _bits(plane)
 
 
 def _bits(plane: int):
     """Where coordinates' fields begin in their words."""
-    return mosaic._static(QUARTERS, lambda i: _word_of(i, plane)[1])
+    return mosaic._static(QUARTERS, lambda i: word_of(i, plane)[1])
 
 
 @dataclass(frozen=True)
@@ -112,19 +112,19 @@ class _Program:
 
     form: Form
     c: Any
-    word: Any
-    """The word of scale codes that each thread may write; the chunk may have none of this number."""
+    number: Any
+    """Each thread's number of a part, which the chunk may not have: int32[128]."""
     part: Any
-    """Each thread's part of the chunk: int32[128]."""
+    """The part of this number, else the chunk's last: int32[128]."""
     quad: Any
     """Each thread's quad of the part's blocks: int32[128]."""
 
     @classmethod
     def running(cls, form: Form) -> "_Program":
         index, c = map(lax.axis_index, ("dynamiq_part", "dynamiq_chunk"))
-        number = index * THREADS + mosaic.threads()
-        word, quad = number // QUADS, number % QUADS
-        return cls(form, c, word, jnp.minimum(word, form.parts - 1), quad)
+        thread = index * THREADS + mosaic.threads()
+        number, quad = thread // QUADS, thread % QUADS
+        return cls(form, c, number, jnp.minimum(number, form.parts - 1), quad)
 
     def _addresses(self, ref, quad, left, size: int):
         """For each quarter: the address of a thread's quad, and whether ``ref`` has it."""
@@ -185,9 +185,7 @@ class _Program:
             for start, plane in zip(starts, planes_of(element.bits), strict=True)
         ]
         scales = mosaic._load_item(payload_ref, first + self.part)
-        return decode_blocks(
-            scales, planes, element, keeps_subnormals=True, holder=_Registers()
-        )
+        return decode_blocks(scales, planes, element, keeps_subnormals=True, holder=_Registers())
 
     def encode(self, values, noise, out_ref, where):
         scales, planes = encode_blocks(
@@ -198,9 +196,9 @@ class _Program:
             mosaic._store_words(out_ref, start, words, 4)
         # Zeros follow the last part, as the codes of blocks that do not exist.
         parts, (count, *_) = self.form.parts, sections(self.form.parts, self.form.element)
-        scales = jnp.where(self.word < parts, scales, as_word(0))
-        own = (self.quad == 0) & (self.word < count)
-        mosaic._store_item(out_ref, first + self.word, scales, own.astype(jnp.int32))
+        scales = jnp.where(self.number < parts, scales, as_word(0))
+        own = (self.quad == 0) & (self.number < count)
+        mosaic._store_item(out_ref, first + self.number, scales, own.astype(jnp.int32))
 
     def noise(self, noise_ref, chunk):
         if not self.form.stochastic:

@@ -25,7 +25,6 @@ from pallas_kernels.mx import (
 )
 from pallas_kernels.triton import Triton
 
-
 PARTS = 16
 """The most parts of a program. Its 128 threads have a quad of each quarter."""
 
