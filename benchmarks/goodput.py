@@ -9,8 +9,8 @@ its supervisor are killed, which starts again after ``--away`` seconds. Numbers 
 
 The clock starts with the first step after a fault that does not count, which fills the cache of
 compiled programs. `KINDS` says what time is counted as. ``--hosts 2 --gpus 1
---model 125m`` gives each host a GPU instead of a virtual CPU device. It takes root, iproute2 and
-util-linux, as `hosts.py` does.
+--model 125m`` gives each host a GPU instead of a virtual CPU device. Where no step comes, it ends
+with the ends of the hosts' logs. It takes root, iproute2 and util-linux, as `hosts.py` does.
 """
 
 import contextlib
@@ -111,6 +111,12 @@ class Watched:
                 lines += self.events_file(i).read_text().splitlines()
         return sorted(map(json.loads, lines), key=lambda event: event["time"])
 
+    def ends(self, most: int = 3000) -> str:
+        """The last characters of all logs."""
+        files = [self.folder / f"host{i}.log" for i in range(self.made.n)]
+        texts = [(f, f.read_text(errors="replace") if f.exists() else "") for f in files]
+        return "\n".join(f"--- {file}:\n{text[-most:]}" for file, text in texts)
+
     def training(self, i: int) -> int | None:
         """The process that trains on a host, by the newest start that its supervisor tells of."""
         pids = [e["pid"] for e in self.events() if e["host"] == i and e["event"] == "start"]
@@ -129,19 +135,38 @@ class Watched:
                 os.kill(pid, signal.SIGKILL if name == "process killed" else signal.SIGSTOP)
 
 
+PATIENCE = 600.0
+"""Seconds until the first steps: without a cache one process tunes and compiles for all GPUs, on
+cores that other jobs may use."""
 FAULTS = "process killed", "host killed", "process stopped"
 
 
-def until_steps(watched: Watched, generation: int = 1, patience: float = 180) -> float:
-    """Waits for the first steps of a generation; returns when the second one began."""
-    deadline = time.monotonic() + patience
-    while time.monotonic() < deadline:
-        events = [e for e in watched.events() if e["event"] == "step" and e["host"] == 0]
-        times = [event["time"] for event in events if event["generation"] >= generation]
+def until_steps(watched: Watched, generation: int = 1, patience: float = PATIENCE) -> float:
+    """Waits for the first steps of a generation; returns when the second one began.
+
+    It prints what happens meanwhile.
+
+    Raises:
+      RuntimeError: none came, with the ends of all logs.
+    """
+    began, told = time.time(), []
+    while time.time() < began + patience:
+        events = watched.events()
+        news = [e for e in events if e["event"] != "step" and e["time"] > began and e not in told]
+        for event in news:
+            what = event.get("reached") or event.get("cause") or ""
+            text = f"host {event['host']}: {event['event']} {event['generation']} {what}"
+            print(f"{event['time'] - began:6.1f} s  {text}", flush=True)
+        told += news
+        steps = [e for e in events if e["event"] == "step" and e["host"] == 0]
+        times = [event["time"] for event in steps if event["generation"] >= generation]
         if len(times) > 1:
+            print(f"{times[1] - began:6.1f} s  host 0: the second step", flush=True)
             return times[1]
+        if over := [i for i, process in watched.processes.items() if process.poll() is not None]:
+            raise RuntimeError(f"supervisors {over} have ended\n{watched.ends()}")
         time.sleep(0.2)
-    raise RuntimeError(f"no step within {patience:g} s: see {watched.folder}/host0.log")
+    raise RuntimeError(f"no second step within {patience:g} s (--patience)\n{watched.ends()}")
 
 
 def segments(
@@ -245,6 +270,8 @@ def main(
         int | None, typer.Option(min=1, help="of each host; default: a virtual CPU device")
     ] = None,
     model: Annotated[str, typer.Option(help="as of train_multihost.py")] = "tiny",
+    rate: Annotated[str | None, typer.Option(help="of each host's NIC, as of hosts.py")] = None,
+    patience: Annotated[float, typer.Option(help="seconds until the first steps")] = PATIENCE,
     warm: Annotated[bool, typer.Option(help="fill the compilation cache first")] = True,
     out: Annotated[Path, typer.Option(file_okay=False)] = Path("runs/goodput"),
 ) -> None:
@@ -258,13 +285,13 @@ def main(
     options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
     options += ["--ready", ready] if ready else []
     own = ["--model", model, "--checkpoint-every", str(checkpoint_every)]
-    with Hosts(hosts, devices=None if gpus else 1, gpus=gpus) as made:
+    with Hosts(hosts, rate=rate, devices=None if gpus else 1, gpus=gpus) as made:
         watched = Watched(made, folder, options, own)
-        began = until_steps(watched)
+        began = until_steps(watched, patience=patience)
         if warm:  # one fault that does not count, after which the cache is full
             time.sleep(5)
             watched.fault("process killed", 0, away)
-            began = until_steps(watched, generation=2)
+            began = until_steps(watched, 2, patience)
         for number in range(int(60 * minutes / every)):
             time.sleep(max(began + (number + 1) * every - every / 2 - time.time(), 0))
             name, victim = names[number % len(names)], number % hosts

@@ -39,21 +39,25 @@ class Corpus(NamedTuple):
 
 
 @functools.cache  # a process that waits for its start may have read it
-def load_corpus(vocab_size: int = 256, max_bytes: int = 32 * 2**20) -> Corpus:
+def load_corpus(
+    vocab_size: int = 256, max_bytes: int = 32 * 2**20, folder: Path | None = None
+) -> Corpus:
     """Reads the standard library's ``*.py`` files, in order of name, and tokenises them.
 
     Args:
         vocab_size: 256 for bytes; a larger number adds that many more pieces.
         max_bytes: reading stops before the file that would exceed this total.
+        folder: whose ``*.py`` files are read instead; for trainings that take more text.
 
     Raises:
         ValueError: if ``vocab_size`` is below 256, or no source file was found.
     """
     if vocab_size < 256:
         raise ValueError(f"vocab_size={vocab_size}: every byte needs an id, pass at least 256")
-    files = _read_files(Path(sysconfig.get_paths()["stdlib"]), max_bytes)
+    files = _read_files(folder or Path(sysconfig.get_paths()["stdlib"]), max_bytes)
     if not files:
-        raise ValueError("this Python has no standard library sources (*.py) to train on")
+        where = folder or "the standard library of this Python"
+        raise ValueError(f"{where} has no sources (*.py) to train on")
     train = b"".join(text for name, text in files if not _is_validation(name))
     validation = b"".join(text for name, text in files if _is_validation(name))
     vocabulary = _frequent_pieces(train, vocab_size - 256)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from processes import KEPT, coordinator, outputs
 
 import dynamiq_jax as dq
-from dynamiq_jax.hosts import load_or_compile
+from dynamiq_jax.hosts import load_or_compile, programs
 
 
 @pytest.fixture
@@ -91,6 +91,17 @@ def test_a_loaded_program_computes_the_same_bits(folder, devices):
     assert_same_bits(results(loaded, given := arguments(devices)), expected)
     assert (first.count, second.count) == (1, 0)
     assert [leaf.is_deleted() for leaf in jax.tree.leaves(given)] == donated
+
+
+def test_processes_name_a_program_alike(folder):
+    """A process waits for the program of this name from the first one, and that for 20 minutes."""
+    names = []
+    for _ in range(2):
+        with programs._empty_cache():
+            jax.jit(lambda x: x + 1).lower(np.float32(0)).compile()
+            names.append(sorted(os.listdir(jax.config.jax_compilation_cache_dir)))
+    assert names[0]
+    assert names[0] == names[1]
 
 
 def test_processes_may_share_what_they_compile(folder):

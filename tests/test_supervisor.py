@@ -4,6 +4,7 @@ Processes here are those of `supervised`, without JAX. `tests/release/test_train
 trainings and links that are cut.
 """
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import socket
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import goodput
 import pytest
@@ -152,6 +154,8 @@ ENDS = {
     "raise RuntimeError('[external/gloo/gloo/pair.cc:98] timed out')": (1, "timed out", True),
     "raise OSError('connect: No route to host')": (1, "No route to host", True),
     "raise ValueError('my own')": (1, "ended with status 1: ValueError: my own", False),
+    # Typer's programs frame what is wrong with their words.
+    r"print('│ --model: no \u2026 │\n╰──╯'); os._exit(2)": (2, "status 2: --model: no", False),
 }
 """{what a process does last: its status, its text, whether another one's end may be the cause}"""
 
@@ -160,7 +164,7 @@ ENDS = {
 def test_a_greeting_is_no_reason_for_an_end(last):
     """Gloo tells when a process has met the others; that was taken for the reason of its end."""
     code = f"import os; print('begun', flush=True); print({MET!r}, flush=True); {last}"
-    child = Child([sys.executable, "-S", "-c", code], {}, lambda line: None)
+    child = Child([sys.executable, "-S", "-u", "-X", "utf8", "-c", code], {}, lambda line: None)
     while (end := child.ended()) is None:
         time.sleep(0.01)
     child.close()
@@ -376,6 +380,21 @@ def test_the_process_dies_with_its_supervisor(tmp_path):
             return False
 
         hosts.until(gone, 5)
+
+
+def test_goodput_shows_logs_where_no_step_comes(tmp_path, capsys):
+    """Whether its patience ends or the supervisors do."""
+    watched = goodput.Watched.__new__(goodput.Watched)
+    watched.folder, watched.made, watched.processes = tmp_path, SimpleNamespace(n=2), {}
+    joined = {"event": "stage", "time": time.time() + 1, "reached": "joined", "generation": 1}
+    watched.events_file(1).write_text(json.dumps(joined | {"host": 1}) + "\n")
+    (tmp_path / "host1.log").write_text("ModuleNotFoundError: orbax\n")
+    with pytest.raises(RuntimeError, match=r"within 0.1 s (.|\n)*host1.log:\nModuleNotFoundError"):
+        goodput.until_steps(watched, patience=0.1)
+    assert "host 1: stage 1 joined" in capsys.readouterr().out
+    watched.processes = {1: SimpleNamespace(poll=lambda: 1)}
+    with pytest.raises(RuntimeError, match=r"\[1\] have ended(.|\n)*ModuleNotFoundError"):
+        goodput.until_steps(watched)
 
 
 def test_goodput_counts_every_second_once():

@@ -30,7 +30,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -40,7 +40,7 @@ import numpy as np
 import training
 import typer
 from jax import Array, lax
-from training import EIGHT, METHODS, MODELS, Task, Way
+from training import EIGHT, LARGE_GROUPS, METHODS, MODELS, Task, Way
 
 import dynamiq_jax as dq
 from dynamiq_jax.methods.plain import PlainMethod
@@ -50,12 +50,9 @@ FIRST = 0.1
 LEAST_SEEDS = 3
 EDGES = re.compile("embed|head")
 
-FORMAT = dq.Format(group_size=64, super_group_size=512, scale_axis="auto")
-"""Half of the metadata."""
-
 
 def _levels(levels: Any) -> Callable[..., Any]:
-    return partial(dq.DynamiQ, dither=True, format=replace(FORMAT, levels=levels))
+    return partial(dq.DynamiQ, dither=True, format=replace(LARGE_GROUPS, levels=levels))
 
 
 def loco(bits: float, beta: float = 0.1, **options: Any) -> Any:
@@ -65,9 +62,8 @@ def loco(bits: float, beta: float = 0.1, **options: Any) -> Any:
 
 
 METHODS |= {  # type: ignore[operator]
-    "dynamiq-64": partial(dq.DynamiQ, format=FORMAT),
-    "dynamiq-dither-64": partial(dq.DynamiQ, dither=True, format=FORMAT),
-    "dynamiq-dither-64-planned": partial(dq.DynamiQ, dither=True, format=FORMAT, plan=True),
+    "dynamiq-64": partial(dq.DynamiQ, format=LARGE_GROUPS),
+    "dynamiq-dither-64-planned": partial(dq.DynamiQ, dither=True, format=LARGE_GROUPS, plan=True),
     "dynamiq-dither-64-uniform": _levels("uniform"),
     "dynamiq-dither-64-companded": _levels("companded"),
     "dynamiq-loco": loco,
@@ -134,8 +130,7 @@ METHODS |= {  # type: ignore[operator]
     "nearest-five": lambda **own: Nearest(levels=(0, 0.4, 0.9)),
     "nearest-eight": lambda **own: Nearest(levels=(0, 0.1, 0.2, 0.3, 0.42, 0.56, 0.74, 0.96)),
     "nearest-64": lambda **own: Nearest(levels=(0, 0.22, 0.5, 0.92), block_size=64),
-    "dynamiq-nearest": partial(dq.DynamiQ, rounding="nearest", format=dq.Format(scale_axis="auto")),
-    "dynamiq-nearest-64": partial(dq.DynamiQ, rounding="nearest", format=FORMAT),
+    "dynamiq-nearest-64": partial(dq.DynamiQ, rounding="nearest", format=LARGE_GROUPS),
 }
 
 BY_HAND = {
@@ -300,16 +295,15 @@ def make_way(text: str, recipe: Any) -> Way:
     return training.make_ways([text], ["direct"], recipe, EIGHT)[-1]
 
 
-def task_of(model: str, init: str, steps: int | None) -> Task:
+def task_of(model: str, init: str, steps: int | None, folder: Path | None) -> Task:
     """As in training.py."""
     own = MODELS[model]
     rate = training.LEARNING_RATES.get((model, init), own.recipe.learning_rate)
     recipe = own.recipe._replace(learning_rate=rate, steps=steps or own.recipe.steps)
     own = own._replace(config=replace(own.config, init=init), recipe=recipe)
-    return Task(model, own, corpus_of(own.config.vocab_size), EIGHT)
+    return Task(model, own, training.corpus_of(own.config.vocab_size, folder), EIGHT)
 
 
-corpus_of = cache(training.load_corpus)
 app = typer.Typer()
 
 
@@ -321,6 +315,7 @@ def train(
     out: Path = Path("runs"),
     seeds: Annotated[int | None, typer.Option(help="default: as many as a GPU trains")] = None,
     steps: int | None = None,
+    folder: training.Text = None,
     threads: int = 4,
 ) -> None:
     """Trains a part of a queue's rows."""
@@ -330,7 +325,7 @@ def train(
     trained = [json.loads(line)["settings"] for f in out.glob("*.jsonl") for line in f.open()]
     trained = {(own["model"], own["init"], own["method"]) for own in trained}
     rows = [row for row in QUEUES[queue] if row not in trained][int(number) :: int(parts)]
-    tasks = {pair: task_of(*pair, steps) for pair in {row[:2] for row in rows}}
+    tasks = {pair: task_of(*pair, steps, folder) for pair in {row[:2] for row in rows}}
     data: dict[Any, Any] = {}
     file = out / f"{queue}-{number}.jsonl"
 

@@ -153,11 +153,15 @@ def _around(method: Any, kind: Any = "ef14", **options: Any) -> dq.ErrorFeedback
     return dq.ErrorFeedback(method(**options), kind=kind)
 
 
+LARGE_GROUPS = dq.Format(group_size=64, super_group_size=512, scale_axis="auto")
+"""Half of the metadata."""
 METHODS: Mapping[str, Callable[..., Any]] = {
     **contenders.METHODS,
     "dynamiq-axis": partial(dq.DynamiQ, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-axis": partial(dq.DynamiQ, dither=True, format=dq.Format(scale_axis="auto")),
     "dynamiq-dither-1-2-3": partial(dq.DynamiQ, **contenders.NARROW, dither=True),
+    "dynamiq-dither-64": partial(dq.DynamiQ, dither=True, format=LARGE_GROUPS),
+    "dynamiq-nearest": partial(dq.DynamiQ, rounding="nearest", format=dq.Format(scale_axis="auto")),
     "mxfp4-stochastic": partial(dq.contrib.MXFP4, rounding="stochastic"),
     "mxfp4-ef14": partial(_around, dq.contrib.MXFP4),  # biased: it rounds to nearest
     "mxfp4-ef21": partial(_around, dq.contrib.MXFP4, "ef21"),
@@ -360,6 +364,11 @@ def make_ways(
 
 
 # --- Training -------------------------------------------------------------------------------------
+
+
+def corpus_of(vocab_size: int, folder: Path | None) -> Corpus:
+    """The standard library's text, or all of a folder's."""
+    return load_corpus(vocab_size, folder=folder, **({"max_bytes": 2**30} if folder else {}))
 
 
 class Task(NamedTuple):
@@ -578,6 +587,15 @@ Methods = Annotated[
 """The option of all scripts here that train."""
 
 
+Text = Annotated[
+    Path | None,
+    typer.Option(
+        "--text", help="folder whose *.py files are the text (default: the standard library's)"
+    ),
+]
+"""Those scripts that train for long take an option of this type."""
+
+
 def main(
     models: Annotated[str, typer.Option(help=f"some of {', '.join(MODELS)}")] = "tiny",
     methods: Methods = "bf16-psum,dynamiq:5,dynamiq:4,dynamiq-mse:5,mxfp8",
@@ -600,6 +618,7 @@ def main(
     optimiser: Annotated[
         Optimiser, typer.Option(help="whose rate --learning-rate is, .008 for Muon")
     ] = "adamw",
+    folder: Text = None,
     file: Annotated[Path, typer.Option("--json", help="rows are added here")] = Path(
         "runs/training.json"
     ),
@@ -625,7 +644,7 @@ def main(
         config, recipe = model.config, model.recipe
         if global_batch:
             recipe = recipe._replace(batch_size=global_batch // workers)
-        corpus = load_corpus(config.vocab_size)
+        corpus = corpus_of(config.vocab_size, folder)
         for init in contenders.parts(inits):
             usual = LEARNING_RATES.get((name, init), recipe.learning_rate)
             peak = usual if rate is None else rate

@@ -76,6 +76,8 @@ CONSEQUENCE = re.compile(
 """Messages of processes that end since another one has ended."""
 GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to")
 """A line that a process writes when it has met the others: it tells nothing about its end."""
+FRAME = "│╭╮╰╯─"
+"""Characters of the frame in which typer's programs show a wrong argument."""
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL
 """Statuses of a process that is never ended by the end of another one."""
 
@@ -208,6 +210,7 @@ class Child:
     def _keep(self, line: bytes) -> None:
         self._forward(line + b"\n")
         text = line.decode(errors="replace").strip("\r\n")
+        text = text.strip(f"{FRAME} ") if text and text[0] in FRAME else text
         if text and not GREETING.match(text):
             self._lines.append(text)
 

@@ -28,6 +28,8 @@ from dynamiq_jax.hosts.told import rows_of_all
 
 READ = "XLA_", "LIBTPU_", "NCCL_", "CUDA_"
 """How variables begin that compilers and topologies read."""
+CACHES = "jax_compilation_cache_dir", "jax_persistent_cache_enable_xla_caches"
+"""JAX's settings of caches: its folder, and which caches of XLA's have folders in it."""
 Source = tuple[int, int]
 """A source file as Python's own caches tell it from others: time of its change, and its bytes."""
 
@@ -88,17 +90,22 @@ def _empty_cache() -> Iterator[None]:
 
     On CPU what came from the cache serializes without its functions. Without any cache processes
     would not share programs (``jax_share_binary_between_hosts``): GPUs then tune kernels apart,
-    and wait for each other if the order of their collectives differs.
+    and wait for each other if the order of their collectives differs. XLA's own caches stay out:
+    JAX 0.10 names programs by their folder, too, and processes with other names never share.
     """
-    before = jax.config.values["jax_compilation_cache_dir"]
+    before = {name: jax.config.values[name] for name in CACHES}
     with tempfile.TemporaryDirectory(prefix="dynamiq_jax-") as folder:
         try:
-            jax.config.update("jax_compilation_cache_dir", folder)
-            compilation_cache.reset_cache()  # JAX looks at the setting once
+            _use_caches(dict(zip(CACHES, (folder, ""), strict=True)))
             yield
         finally:
-            jax.config.update("jax_compilation_cache_dir", before)
-            compilation_cache.reset_cache()
+            _use_caches(before)
+
+
+def _use_caches(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # JAX looks at the settings once
 
 
 def _digest(step: Any, args: Any, key: object) -> Any:
