@@ -53,9 +53,7 @@ class Choice(NamedTuple):
     """Why `None` did not choose "triton" for the NVIDIA GPUs here; else `None`."""
 
 
-def choose_backend(
-    backend: Backend | None, fmt: WireFormat | None = None, *, has_mosaic: bool = True
-) -> Choice:
+def choose_backend(backend: Backend | None, fmt: WireFormat | None = None) -> Choice:
     """The backend that ``backend`` names; for `None`, the fastest that runs here.
 
     On NVIDIA GPUs the latter is "triton". If JAX lowers no kernels through Triton, it is "mosaic",
@@ -64,7 +62,6 @@ def choose_backend(
     Args:
       backend: a known backend, which need not run here, or `None`.
       fmt: the format that `None` chooses a backend for; without one, any.
-      has_mosaic: whether Mosaic has these kernels.
     """
     if backend is not None:
         return Choice(backend)
@@ -72,8 +69,6 @@ def choose_backend(
         return Choice("jnp")
     if runs_triton():
         return Choice("triton")
-    if not has_mosaic:
-        return Choice("jnp", f"{_NO_TRITON}, and these kernels have no other")
     needs = _needs_of_mosaic(fmt)
     if needs is None:
         return Choice("mosaic", _NO_TRITON)

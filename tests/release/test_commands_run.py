@@ -34,7 +34,7 @@ NEED = {
     "a checkout of JAX": "python tests/conformance",
     "SLURM": "pytest -s --release tests/release/test_slurm",
     "minutes to hours": (
-        r"python (benchmarks/evidence/(training|classifier|finetuned)"
+        r"python (benchmarks/evidence/(training|classifier|finetuned|lossless)"
         r"|examples/(train_(local_steps|llm)|one_gpu|recipes/\w+|four_hosts))"
         r"|dynamiq-jax simulate .*8192"
     ),
