@@ -6,6 +6,8 @@ operands and the payload's layout, and `pallas_kernels.hashing` for ``noise`` ro
 """
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -68,7 +70,7 @@ _FLOATS = {
 def _tables(fmt: WireFormat) -> tuple[np.ndarray, np.ndarray]:
     """Facts of each width, uint32[facts, 17] and f32[facts, 17]; 1 where a width has no scales.
 
-    After `_INTEGERS` come the offset in a record and the shift of every plane of the format.
+    After `_INTEGERS` come the shift of every plane of the format, and the row of `_places`.
     """
     widths = range(MAX_WIDTH + 1)
 
@@ -76,11 +78,34 @@ def _tables(fmt: WireFormat) -> tuple[np.ndarray, np.ndarray]:
         scaled = [w for w in fmt.widths if 0 < w < 16]
         return [[fact(fmt, w) if w in scaled else 1 for w in widths] for fact in facts.values()]
 
-    planes = []
-    for plane in fmt.planes:
-        planes.append([fmt.plane_offset(w, plane) if w in fmt.widths else 0 for w in widths])
-        planes.append([plane_shift(w, plane) if w in fmt.widths else 0 for w in widths])
-    return np.array(table(_INTEGERS) + planes, np.uint32), np.array(table(_FLOATS), np.float32)
+    own = [[plane_shift(w, p) if w in fmt.widths else 0 for w in widths] for p in fmt.planes]
+    own.append([fmt.widths.index(w) if w in fmt.widths else 0 for w in widths])
+    return np.array(table(_INTEGERS) + own, np.uint32), np.array(table(_FLOATS), np.float32)
+
+
+def _sections(fmt: WireFormat) -> list[tuple[int, Callable[[int], int | None]]]:
+    """The words of each part of a record, and where a width has it, if it does.
+
+    First come scales: of super-groups, if the format has these, and of groups. Planes follow.
+    """
+    scaled = lambda w, at: at if 0 < w < 16 else None
+    of_rows, of_groups = fmt.super_scale_words(1), fmt.group_scale_words(1)
+    found = [(of_rows, partial(scaled, at=0))] if of_rows else []
+    found.append((of_groups, partial(scaled, at=of_rows)))
+    at = lambda w, plane: fmt.plane_offset(w, plane) if w & plane else None
+    return found + [(fmt.plane_words(p), partial(at, plane=p)) for p in fmt.planes]
+
+
+@functools.lru_cache(maxsize=64)
+def _places(fmt: WireFormat) -> np.ndarray:
+    """Where in a record of each width the words of all sections are; -1: not in this width."""
+
+    def places(size: int, at: int | None) -> np.ndarray:
+        return np.full(size, -1) if at is None else at + np.arange(size)
+
+    parts = _sections(fmt)
+    found = np.stack([np.concatenate([places(n, at(w)) for n, at in parts]) for w in fmt.widths])
+    return found.astype(np.int16 if found.max() < 2**15 else np.int32)  # a part of each program
 
 
 class _Records:
@@ -103,11 +128,33 @@ class _Records:
         """f32[T, 1, 1]: one of `_FLOATS`."""
         return _per_tile(self._floats[list(_FLOATS).index(name)])
 
-    def plane(self, plane: int) -> tuple[Array, Array, Array]:
-        """One bit plane: the word offset int32[T], the shift uint32[T, 1, 1], and its tiles."""
-        at = len(_INTEGERS) + 2 * self._fmt.planes.index(plane)
-        start = self.offset + self._integers[at].astype(jnp.int32)
-        return start, _per_tile(self._integers[at + 1]), (self.width & plane) > 0
+    def shift(self, plane: int) -> Array:
+        """uint32[T, 1, 1]: the position of a plane's bits in a code."""
+        return _per_tile(self._integers[len(_INTEGERS) + self._fmt.planes.index(plane)])
+
+    def read(self, payload) -> list[Array]:
+        """The words uint32[T, words] of each section, zero in tiles that have no such section."""
+        place, used = self._places()
+        # Tiles without a section read word 0, which exists.
+        words = payload.at[jnp.where(used, place, 0)].get(mode="promise_in_bounds")
+        sizes = [size for size, _ in _sections(self._fmt)]
+        return jnp.split(jnp.where(used, words, 0), np.cumsum(sizes[:-1]), axis=1)
+
+    def written(self, sections: list[Array], payload_words: int) -> Array:
+        """A payload with these words uint32[T, words] of each section."""
+        place, used = self._places()
+        place = jnp.where(used, place, payload_words)  # beyond the end: dropped
+        words, payload = jnp.concatenate(sections, axis=1), jnp.zeros((payload_words,), jnp.uint32)
+        return payload.at[place].set(words, mode="drop", unique_indices=True)
+
+    def _places(self) -> tuple[Array, Array]:
+        """The words int32[T, words] of all sections in the payload, and whether tiles have them.
+
+        XLA compiles each gather and each scatter for itself, so all sections share one.
+        """
+        table, row = jnp.asarray(_places(self._fmt)), self._integers[-1]
+        place = table.at[row].get(mode="promise_in_bounds").astype(jnp.int32)
+        return self.offset[:, None] + place, place >= 0
 
 
 def _per_tile(x) -> Array:
@@ -233,40 +280,21 @@ def _in_order(rows, fmt: WireFormat) -> Array:
     return jnp.swapaxes(quads, -3, -2).reshape(rows.shape)
 
 
-def _gather_words(payload, offset, used, shape) -> Array:
-    """Words ``offset[t] ..`` of the payload as uint32[T, *shape], zero where not ``used``."""
-    # Unused tiles read words 0, 1, ..., which exist.
-    index = jnp.where(used, offset, 0)[:, None] + jnp.arange(int(np.prod(shape)))[None]
-    words = payload.at[index].get(mode="promise_in_bounds")
-    return jnp.where(used[:, None], words, 0).reshape(-1, *shape)
-
-
-def _scatter_words(payload, words, offset, used) -> Array:
-    """Writes uint32[T, ...] to ``payload[offset[t] ..]`` where ``used``."""
-    words = words.reshape(words.shape[0], -1)
-    index = offset[:, None] + jnp.arange(words.shape[1])[None]
-    index = jnp.where(used[:, None], index, payload.shape[0])  # beyond the end: dropped
-    return payload.at[index].set(words, mode="drop", unique_indices=True)
-
-
 def _along_last(count: int, step: int, rank: int) -> np.ndarray:
     """0, step, 2 step, ... along the last of ``rank`` axes: uint32[1, ..., 1, count]."""
     return (np.arange(count, dtype=np.uint32) * np.uint32(step)).reshape((1,) * (rank - 1) + (-1,))
 
 
 def _pack(fields, bits: int) -> Array:
-    """Packs fields of ``bits`` bits along the last axis into uint32 words, low end first."""
-    per_word = 32 // bits
-    fields = fields.reshape(*fields.shape[:-1], -1, per_word)
-    shifted = fields << _along_last(per_word, bits, fields.ndim)
-    return jnp.sum(shifted, axis=-1, dtype=jnp.uint32)
+    """Packs the fields [T, ...] of ``bits`` bits of a tile into words [T, words], low end first."""
+    fields = fields.reshape(fields.shape[0], -1, 32 // bits)
+    return jnp.sum(fields << _along_last(32 // bits, bits, 3), axis=-1, dtype=jnp.uint32)
 
 
 def _unpack(words, bits: int) -> Array:
-    """The inverse of `_pack`."""
-    shifted = words[..., None] >> _along_last(32 // bits, bits, words.ndim + 1)
-    fields = shifted & jnp.uint32((1 << bits) - 1)
-    return fields.reshape(*words.shape[:-1], -1)
+    """The inverse of `_pack`: [T, R, fields]."""
+    fields = (words[..., None] >> _along_last(32 // bits, bits, 3)) & jnp.uint32((1 << bits) - 1)
+    return fields.reshape(words.shape[0], TILE_ROWS, -1)
 
 
 def _expand_groups(per_group, fmt: WireFormat) -> Array:
@@ -277,13 +305,11 @@ def _expand_groups(per_group, fmt: WireFormat) -> Array:
 def _decode_tiles(payload, tiles, noise, fmt: WireFormat) -> Array:
     """The decoded coordinates of every tile: f32[T, R, S]; with dither under ``noise`` words."""
     records = _Records(tiles, fmt)
-    scale, marked = _decode_scales(payload, records, fmt)
+    sections = records.read(payload)
+    scale, marked = _decode_scales(sections, records, fmt)
     code = jnp.zeros((tiles.shape[0], TILE_ROWS, fmt.super_group_size), jnp.uint32)
-    for plane in fmt.planes:
-        start, shift, used = records.plane(plane)
-        shape = (TILE_ROWS, fmt.plane_words(plane) // TILE_ROWS)
-        words = _gather_words(payload, start, used, shape)
-        code = code | _unpack(words, plane) << shift
+    for plane, words in zip(reversed(fmt.planes), reversed(sections), strict=False):
+        code = code | _unpack(words, plane) << records.shift(plane)
     w = _per_tile(records.width).astype(jnp.uint32)
     if fmt.dither:
         level = _decode_dithered(code, _expand_groups(marked, fmt), noise, records, fmt)
@@ -359,20 +385,19 @@ def _as_float(first) -> Any:
     return first.astype(jnp.float32) if isinstance(first, jax.Array) else first
 
 
-def _decode_scales(payload, records: _Records, fmt: WireFormat) -> tuple[Array, Array]:
-    """The group scales f32[T, R, groups] of a payload's records, and the marks of these groups.
+def _decode_scales(
+    sections: list[Array], records: _Records, fmt: WireFormat
+) -> tuple[Array, Array]:
+    """The group scales f32[T, R, groups] in records' sections, and the marks of these groups.
 
     A mark is 1 or 0, uint32; without dither it has no meaning.
     """
-    offset, scaled, cap = records.offset, records.scaled, records.float("cap")
+    cap = records.float("cap")
     if fmt.group_scale == "bf16":
-        words = _gather_words(payload, offset, scaled, (TILE_ROWS, fmt.groups // 2))
-        fields = _unpack(words, 16)
+        fields = _unpack(sections[0], 16)
         return _finite_scale(fields, cap, fmt), fields >> 15
-    words = _gather_words(payload, offset, scaled, (TILE_ROWS // 2,))
-    fields = _unpack(words, 16)[..., None]
-    words = _gather_words(payload, offset + TILE_ROWS // 2, scaled, (TILE_ROWS, fmt.groups // 4))
-    fraction, some = _unpack(words, 8), fields >> 15 if fmt.dither else jnp.uint32(0)
+    fields, fraction = _unpack(sections[0], 16), _unpack(sections[1], 8)
+    some = fields >> 15 if fmt.dither else jnp.uint32(0)
     super_scale = _finite_scale(fields, cap, fmt)
     return _group_scale(super_scale, fraction | some, records), fraction & some
 
@@ -411,12 +436,12 @@ def _reciprocal(x) -> Array:
     return jnp.where(safe, 1.0 / jnp.where(safe, x, 1.0), 0.0)
 
 
-def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
-    """Chooses and writes the scales of ``values``.
+def _encode_scales(values, records: _Records, fmt: WireFormat):
+    """Chooses the scales of ``values``.
 
-    Returns (payload, reciprocals per group, marks per group); see `_decode_scales`.
+    Returns (words of scales, reciprocals per group, marks per group); see `_decode_scales`.
     """
-    offset, scaled, cap = records.offset, records.scaled, records.float("cap")
+    cap = records.float("cap")
     magnitude = jnp.abs(values)
     if fmt.carries_nan:  # a maximum may leave NaN out
         magnitude = jnp.where(jnp.isnan(magnitude), jnp.inf, magnitude)
@@ -426,19 +451,15 @@ def _encode_scales(payload, values, records: _Records, fmt: WireFormat):
     to_scale = jnp.where(marked == 1, records.float("to_scale, marked"), records.float("to_scale"))
     if fmt.group_scale == "bf16":
         scale = _bf16_up(top * to_scale, cap)
-        words = _pack(_scale_field(scale, top, marked, fmt), 16)
-        payload = _scatter_words(payload, words, offset, scaled)
-        return payload, _reciprocal(scale), marked
+        return [_pack(_scale_field(scale, top, marked, fmt), 16)], _reciprocal(scale), marked
     row_top = jnp.max(top * to_scale, axis=-1, keepdims=True)
     super_scale, some = _bf16_up(row_top, cap), jnp.max(marked, axis=-1, keepdims=True)
-    words = _pack(_scale_field(super_scale, row_top, some, fmt)[..., 0], 16)
-    payload = _scatter_words(payload, words, offset, scaled)
+    words = [_pack(_scale_field(super_scale, row_top, some, fmt), 16)]
     fraction = top * _reciprocal(super_scale) * (256 * to_scale)
     fraction = jnp.clip(jnp.ceil(fraction), 1, 256).astype(jnp.uint32) - 1
     fraction = fraction | some  # the low bit of the scale is 1; that of the field marks the group
-    words = _pack(fraction ^ (some ^ marked), 8)
-    payload = _scatter_words(payload, words, offset + TILE_ROWS // 2, scaled)
-    return payload, _reciprocal(_group_scale(super_scale, fraction, records)), marked
+    words.append(_pack(fraction ^ (some ^ marked), 8))
+    return words, _reciprocal(_group_scale(super_scale, fraction, records)), marked
 
 
 def _round_to_levels(z, noise, first, records: _Records, fmt: WireFormat) -> Array:
@@ -477,8 +498,7 @@ def _round_to_table(z, noise, width, fmt: WireFormat) -> Array:
 def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> Array:
     """Payload of f32[T, R, S] values under noise words of the same shape."""
     records = _Records(tiles, fmt)
-    payload = jnp.zeros((payload_words,), jnp.uint32)
-    payload, inverse, marked = _encode_scales(payload, values, records, fmt)
+    sections, inverse, marked = _encode_scales(values, records, fmt)
     z = values * _expand_groups(inverse, fmt)
     marked = _expand_groups(marked, fmt)
     sign = _bits(z) >> 31
@@ -507,11 +527,26 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
         if fmt.carries_nan:
             raw = jnp.where(jnp.isfinite(values), raw, jnp.uint32(0x7FFF))
         code = jnp.where(w == 16, raw | own >> 31 << 15, code)
-    for plane in fmt.planes:
-        start, shift, used = records.plane(plane)
-        fields = (code >> shift) & jnp.uint32((1 << plane) - 1)
-        payload = _scatter_words(payload, _pack(fields, plane), start, used)
-    return payload
+    sections += _pack_planes(code, records, fmt)
+    return records.written(sections, payload_words)
+
+
+def _pack_planes(code, records: _Records, fmt: WireFormat) -> list[Array]:
+    """The words uint32[T, words] of each plane of the codes [T, R, S]."""
+    # A single reduction, over quads: XLA's CPU compiler computes the codes in each that takes them.
+    code, lane = code.reshape(code.shape[0], -1, QUAD), _along_last(QUAD, 1, 3)
+    parts, words_of = [], [-(-plane * QUAD // 32) for plane in fmt.planes]
+    for plane, words in zip(fmt.planes, words_of, strict=True):
+        fields = (code >> records.shift(plane)) & np.uint32((1 << plane) - 1)
+        word, place = np.divmod(lane, QUAD // words)
+        shifted = fields << (place * plane)
+        parts += [jnp.where(word == i, shifted, np.uint32(0)) for i in range(words)]
+    add = lambda x, y: tuple(a + b for a, b in zip(x, y, strict=True))
+    found = iter(jax.lax.reduce(tuple(parts), (np.uint32(0),) * len(parts), add, (2,)))
+    return [
+        _pack(jnp.stack([next(found) for _ in range(words)], axis=-1), plane * QUAD // words)
+        for plane, words in zip(fmt.planes, words_of, strict=True)
+    ]
 
 
 def _tile_noise(order, noise_row, fmt: WireFormat) -> Array:
