@@ -46,8 +46,7 @@ def in_one_domain() -> bool:
     """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
     if jax.process_count() == 1:
         return True
-    devices = jax.devices()
-    return devices[0].platform in ("gpu", "cuda") and peers.in_one_domain(devices)
+    return _on_gpus() and peers.in_one_domain(jax.devices())
 
 
 def fast_links() -> bool:
@@ -66,8 +65,12 @@ def _nvlink() -> bool:
     A virtual machine may have such GPUs without their links: CUDA tells this of one process's GPUs.
     """
     devices = jax.devices()
-    built = peers.built_with_nvlink(devices[0])
+    built = _on_gpus() and peers.built_with_nvlink(devices[0])
     return built and in_one_domain() and (jax.process_count() > 1 or peers.connected(devices))
+
+
+def _on_gpus() -> bool:
+    return jax.devices()[0].platform in ("gpu", "cuda")
 
 
 # --- Transports -----------------------------------------------------------------------------------

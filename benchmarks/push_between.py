@@ -1,13 +1,16 @@
 """Push kernels between two processes of this machine with a GPU each, beside NCCL's collectives.
 
-    python tests/gpu/push_between.py 4 16 64
+    python benchmarks/push_between.py 4 16 64
 
 It compares exchanges with `lax.all_to_all`, and 5-bit sums with those by collectives, then times
 sums of these MiB of bf16 in µs: the median of samples of 20 calls, the shortest and the longest.
 """
 
+import argparse
 import json
 import os
+import socket
+import subprocess
 import sys
 import time
 from functools import partial
@@ -20,26 +23,40 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-from processes import coordinator, outputs
-
 import dynamiq_jax as dq
 import pallas_kernels as pk
 
 METHOD = dq.DynamiQ(bits=5, plan=False)
 SIZE = 2**23
 """Coordinates of the sums that are compared: 16 MiB."""
+PATIENCE = 120
+"""Seconds after which processes are ended: each waits for the other one for ever."""
 
 
 def run(*mib: int) -> list[dict]:
-    """The objects that process 0 prints: the comparison, and times of sums of each size."""
-    env = os.environ | {"COORDINATOR": coordinator(), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    path = os.pathsep.join([str(Path(__file__).parents[2]), env.get("PYTHONPATH", "")])
+    """The objects that process 0 prints: the comparison, and times of sums of each size.
+
+    Raises:
+      RuntimeError: a process has failed; with the end of what each said.
+    """
+    with socket.create_server(("localhost", 0)) as probe:
+        address = f"localhost:{probe.getsockname()[1]}"
+    env = os.environ | {"COORDINATOR": address, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    path = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
     command = [sys.executable, __file__, *map(str, mib)]
-    commands = [["env", f"HOST_ID={i}", *command] for i in range(2)]
-    first, _ = outputs(commands, env | {"PYTHONPATH": path})[0]
-    return [json.loads(line) for line in first.splitlines() if line.startswith("{")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen(command, env=env | {"PYTHONPATH": path, "HOST_ID": str(i)}, **pipes)
+        for i in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=PATIENCE) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    if any(process.returncode for process in started):
+        raise RuntimeError("\n".join(error[-3000:] for _, error in said))
+    return [json.loads(line) for line in said[0][0].splitlines() if line.startswith("{")]
 
 
 def put(mesh, make, *shape):
@@ -107,15 +124,18 @@ def timed(function, x, calls: int = 20) -> list[float]:
 
 def main() -> None:
     """Starts two processes, or is one of them."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("mib", nargs="*", type=int, help="sizes of the sums that are timed")
+    sizes = parser.parse_args().mib
     if "COORDINATOR" not in os.environ:
-        print(*map(json.dumps, run(*map(int, sys.argv[1:]))), sep="\n")
+        print(*map(json.dumps, run(*sizes)), sep="\n")
         return
     me = int(os.environ["HOST_ID"])
     jax.distributed.initialize(os.environ["COORDINATOR"], 2, me, local_device_ids=[me])
     say = (lambda line: print(json.dumps(line), flush=True)) if me == 0 else lambda line: None
     mesh = jax.make_mesh((2,), ("data",))
     say(comparison(mesh))
-    for mib in map(int, sys.argv[1:]):
+    for mib in sizes:
         x = put(mesh, partial(jax.random.normal, dtype=jnp.bfloat16), mib * 2**19)
         ways = programs(mesh)
         say({"mib": mib} | {name: timed(ways[name], x) for name in ("bf16", "push", "collectives")})
