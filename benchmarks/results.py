@@ -187,6 +187,7 @@ TABLES: dict[str, list[Job]] = {
                   ROOTED)._replace(file="scanned.json", take=scanned),
         step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 1 --steps 3 --ways {LARGE}",
                   ROOTED, "7b")._replace(file="scanned_7b.json", take=scanned),
+        Job("largest.json", TWO, "python benchmarks/evidence/largest.py --json {json}", whole),
     ],
     "all-reduce": [
         Job("all_reduce.json", TWO, "CUDA_VISIBLE_DEVICES=0,1 python benchmarks/all_reduce.py"
