@@ -51,7 +51,6 @@ from pallas_kernels import (
     Result,
     Source,
     Target,
-    choose_backend,
     compress,
     decompress,
     resolve_backend,
@@ -328,8 +327,7 @@ def print_mx(coords: int, names: list[str], *, repeats: int, backend: str | None
     """Prints the times of `bench_mx` with bytes and rates."""
     kind = jax.devices()[0].device_kind
     peak = next((rate for part, rate in PEAKS.items() if part in kind), None)
-    fastest = choose_backend(None, has_mosaic=False).backend
-    ran = checked("--backend", resolve_backend, backend or fastest)
+    ran = checked("--backend", resolve_backend, backend)
     print(
         f"{coords:,} bf16 coordinates, {workers_text(jax.devices()[:1])}, {repeats} repeats, "
         f"JAX {jax.__version__}"

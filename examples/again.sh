@@ -3,9 +3,12 @@
 #
 #     bash examples/again.sh mpirun ... python examples/train_multihost.py ...
 #
-# It does not after status 0, nor after 143: the command was told to end (SIGTERM) and has saved.
+# It does not after status 0, nor after 143: the command was told to end (SIGTERM) and has saved; nor
+# after ten failures in a row, each within a minute.
 trap 'kill -TERM "$child"' TERM
-for _ in $(seq "${STARTS:-10}"); do
+left=${STARTS:-10}
+while ((left-- > 0)); do
+  began=$SECONDS
   "$@" &
   child=$!
   while
@@ -15,6 +18,7 @@ for _ in $(seq "${STARTS:-10}"); do
   do :; done
   echo "$(date +%T) $1 ended with status $status"
   case $status in 0 | 143) exit "$status" ;; esac
+  ((SECONDS - began < 60)) || left=${STARTS:-10}
   sleep 1
 done
 exit "$status"

@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 LOOK = 2.0  # seconds between two looks for hosts that have joined
 TOGETHER = 1.0  # seconds in which the failures of other hosts come after the first one
+HEALTHY = 60.0  # seconds after which a failure no longer counts as one in a row
 PLACED = 5.0  # seconds for a placement; Ray counts a host that has died as alive for a while
 
 
@@ -96,6 +97,9 @@ def status(address: str, ended: Any) -> int | str:
     """The status of a host, or why it has failed."""
     try:
         return ray.get(ended)
+    except ray.exceptions.RayTaskError as error:  # what the process has raised
+        lines = f"{type(error.cause).__name__}: {error.cause}".splitlines()
+        return f"host {address}: {' '.join(lines)}"
     except ray.exceptions.RayError as error:
         why, _, _ = str(error).strip().splitlines()[-1].partition(". ")
         return f"host {address}: {type(error).__name__}: {why}"
@@ -106,12 +110,16 @@ def main(
     gpus: Annotated[int, typer.Option(help="of each host")] = 0,
     min_hosts: Annotated[int, typer.Option(min=1, help="fewer hosts wait for others")] = 1,
     copies: Annotated[str, typer.Option(help="a folder in each host's memory")] = "",
-    starts: Annotated[int, typer.Option(min=1)] = 10,
+    starts: Annotated[
+        int, typer.Option(min=1, help="failures in a row, each within a minute, that end the run")
+    ] = 10,
 ) -> None:
     """Trains on all hosts of a Ray cluster, and starts again after faults."""
     ray.init(address="auto")
     needs = {"CPU": 1.0} | ({"GPU": float(gpus)} if gpus else {})
-    for _ in range(starts):
+    left = starts
+    while left:
+        began = time.monotonic()
         group, n = place(needs, min_hosts)
         print(f"starting on {n} hosts", flush=True)
         try:
@@ -122,6 +130,7 @@ def main(
         if set(statuses) == {0}:
             return
         print(*statuses, sep="\n", flush=True)
+        left = left - 1 if time.monotonic() - began < HEALTHY else starts
     raise typer.Exit(1)
 
 

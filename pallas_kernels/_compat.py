@@ -12,6 +12,8 @@ import jax
 
 RUNS_MOSAIC = jax.__version_info__ >= (0, 11)
 """Whether Mosaic GPU kernels take references to what they write into."""
+JOINS_PROCESSES = jax.__version_info__ >= (0, 11, 2)
+"""Whether Mosaic GPU has XLA put arrays of kernels between processes into symmetric memory."""
 
 
 def triton() -> Any:

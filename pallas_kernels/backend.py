@@ -1,12 +1,13 @@
 """Which implementation of the kernels runs."""
 
-from typing import Literal, NamedTuple, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 
-from pallas_kernels._compat import RUNS_MOSAIC, runs_triton, triton
+from pallas_kernels import peers
+from pallas_kernels._compat import JOINS_PROCESSES, RUNS_MOSAIC, runs_triton, triton
 from pallas_kernels.format import WireFormat
-from pallas_kernels.peers import connected, disabled
 
 Backend = Literal["triton", "mosaic", "jnp", "interpret"]
 
@@ -53,9 +54,7 @@ class Choice(NamedTuple):
     """Why `None` did not choose "triton" for the NVIDIA GPUs here; else `None`."""
 
 
-def choose_backend(
-    backend: Backend | None, fmt: WireFormat | None = None, *, has_mosaic: bool = True
-) -> Choice:
+def choose_backend(backend: Backend | None, fmt: WireFormat | None = None) -> Choice:
     """The backend that ``backend`` names; for `None`, the fastest that runs here.
 
     On NVIDIA GPUs the latter is "triton". If JAX lowers no kernels through Triton, it is "mosaic",
@@ -64,7 +63,6 @@ def choose_backend(
     Args:
       backend: a known backend, which need not run here, or `None`.
       fmt: the format that `None` chooses a backend for; without one, any.
-      has_mosaic: whether Mosaic has these kernels.
     """
     if backend is not None:
         return Choice(backend)
@@ -72,8 +70,6 @@ def choose_backend(
         return Choice("jnp")
     if runs_triton():
         return Choice("triton")
-    if not has_mosaic:
-        return Choice("jnp", f"{_NO_TRITON}, and these kernels have no other")
     needs = _needs_of_mosaic(fmt)
     if needs is None:
         return Choice("mosaic", _NO_TRITON)
@@ -134,25 +130,61 @@ def needs_of_push(names: tuple[str, ...] = ()) -> str | None:
 
     Outside of maps, without ``names``, only the devices and JAX are considered.
     """
-    mesh, n_processes = jax.sharding.get_abstract_mesh(), jax.process_count()
+    mesh = jax.sharding.get_abstract_mesh()
     outside = not names and not mesh.manual_axes
     if not _on_nvidia():
         why = f"NVIDIA GPUs, and JAX's default platform here is {jax.default_backend()!r}"
     elif (needs := _needs_of_mosaic()) is not None:
         why = needs
-    elif n_processes > 1:
-        why = f"GPUs of one process, and there are {n_processes} processes"
-    elif (setting := disabled()) is not None:
+    elif (setting := peers.disabled()) is not None:
         why = f"GPUs that reach each other's memory, and the environment has {setting}"
     elif not (outside or set(names) <= set(mesh.axis_names) == set(mesh.manual_axes)):
         why = f"jax.shard_map over all axes of a mesh, and {names} are axes here of {mesh}"
     elif not outside and mesh.size > MOST_WORKERS:
         why = f"meshes of up to {MOST_WORKERS} devices, and this one has {mesh.size}"
-    elif not connected(jax.devices()[: MOST_WORKERS if outside else mesh.size]):
-        why = "NVLink between all GPUs, and CUDA reports pairs without it"
     else:
-        why = None
+        devices = jax.devices()[: MOST_WORKERS if outside else mesh.size]
+        why = _needs_between(devices) if jax.process_count() > 1 else _needs_within(devices)
     return why
+
+
+def _needs_within(devices: Sequence[Any]) -> str | None:
+    """The needs of push kernels among GPUs of this process that are not met, or `None`."""
+    if peers.connected(devices):
+        return None
+    return "NVLink between all GPUs, and CUDA reports pairs without it"
+
+
+def _needs_between(devices: Sequence[Any]) -> str | None:
+    """The needs of push kernels among GPUs of several processes that are not met, or `None`."""
+    n_processes = len({device.process_index for device in devices})
+    if not JOINS_PROCESSES:
+        why = f"JAX >= 0.11.2 between processes, and this is {jax.__version__}"
+    elif not peers.in_one_domain(devices):
+        domains = len({getattr(device, "slice_index", None) for device in devices})
+        told = f"{domains} of them" if domains > 1 else "none"
+        why = f"one host or NVLink domain for {n_processes} processes, and JAX reports {told}"
+    elif not peers.built_with_nvlink(devices[0]):
+        why = f"NVLink between all GPUs, and {devices[0].device_kind} need not have it"
+    elif n_processes < len(devices):
+        told = f"{n_processes} have {len(devices)}; more were not tried"
+        why = f"one GPU for each of several processes, and {told}"
+    else:
+        why = _needs_of_nccl(peers.nccl_version())
+    return why
+
+
+def _needs_of_nccl(version: tuple[int, ...] | None) -> str | None:
+    """Why this version of NCCL does not share memory between processes; `None`: it does."""
+    if version is not None and version >= peers.SYMMETRIC_NCCL:
+        return None
+    least, name = _dotted(peers.SYMMETRIC_NCCL), peers.nccl_package()
+    told = "there is none" if version is None else f"this is {_dotted(version)}"
+    return f"NCCL >= {least} between processes, and {told} (pip install -U {name})"
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
 
 
 def _on_nvidia() -> bool:

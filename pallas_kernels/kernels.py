@@ -35,9 +35,10 @@ class Launch(NamedTuple):
 
     kernel: Any
     name: str
-    fmt: WireFormat
+    fmt: Any
+    """The `WireFormat`, or the `pallas_kernels.mx.Form`."""
     tiles: int
-    """Tiles of a chunk."""
+    """Tiles of a chunk, or parts."""
     chunks: int
     """Chunks of the call."""
     shape: tuple[int, ...]
@@ -271,7 +272,7 @@ def _decode_kernel(
 
 
 @functools.partial(jax.jit, static_argnames=("launch", "lowering"))
-def _launched(operands: tuple, *, launch: Launch, lowering: Lowering):
+def launched(operands: tuple, *, launch: Launch, lowering: Lowering):
     """The result of a launch. Equal launches of a program are traced and lowered once."""
     return lowering.launch(launch, operands)
 
@@ -320,7 +321,7 @@ def _encode_call(
     name = "decompress_accumulate_recompress" if inputs else "compress"
     kept = tuple(static.items())
     launch = Launch(_encode_kernel, name, fmt, tiles, count, shape, dtype, kept)
-    return _launched(operands, launch=launch, lowering=lowering)
+    return launched(operands, launch=launch, lowering=lowering)
 
 
 def decompress_accumulate(
@@ -370,4 +371,4 @@ def _finish_call(launch: Launch, operands: tuple, into, lowering: Lowering):
     """The result of a launch, written into the array ``into`` if there is one."""
     if into is not None:
         launch, operands = launch._replace(replaces=len(operands)), (*operands, into)
-    return _launched(operands, launch=launch, lowering=lowering)
+    return launched(operands, launch=launch, lowering=lowering)

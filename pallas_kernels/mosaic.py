@@ -619,6 +619,10 @@ class Mosaic:
         part, chunk = map(lax.axis_index, ("dynamiq_part", "dynamiq_chunk"))
         return tile_of(fmt, table_ref, tiles, part, chunk)
 
+    def programs(self, launch: Launch) -> int:
+        """The programs of a chunk."""
+        return parts_of(launch.fmt, launch.tiles)
+
     def launch(self, launch: Launch, operands):
         """The result of a launch."""
         given = [i for i in range(len(operands)) if i != launch.replaces]
@@ -633,7 +637,7 @@ class Mosaic:
         run = plgpu.kernel(
             kernel,
             out_type=() if into else struct,
-            grid=(launch.chunks, parts_of(launch.fmt, launch.tiles)),
+            grid=(launch.chunks, self.programs(launch)),
             grid_names=("dynamiq_chunk", "dynamiq_part"),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )

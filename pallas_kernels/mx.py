@@ -24,15 +24,15 @@ same on backends that flush subnormal f32 numbers to zero and on those that do n
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jaxtyping import Float, UInt32
 
+from pallas_kernels.backend import Backend
 from pallas_kernels.format import QUAD, plane_shift, planes_of
 from pallas_kernels.tile import as_word, bits_of, floats_of
 
@@ -96,8 +96,8 @@ class Form(NamedTuple):
     """Whether noise decides how to round; otherwise values go to the nearest element."""
     chunk_size: int
     """Coordinates of a chunk, a multiple of `UNIT`."""
-    interpret: bool = False
-    """Whether kernels run on Pallas' interpreter."""
+    backend: Backend = "triton"
+    """Which kernels run."""
 
     @property
     def parts(self) -> int:
@@ -190,56 +190,126 @@ def dequantize(
     return floats_of(jnp.where(magnitude >> size > 0, normal, subnormal) | sign)
 
 
+class Holder(Protocol):
+    """How a program holds coordinates, values of blocks, and words; they need not be arrays."""
+
+    def largest(self, of_coordinates) -> Any:
+        """The largest int32 coordinate of each block."""
+        ...
+
+    def to_coordinates(self, of_blocks) -> Any:
+        """Broadcasts blocks' values to coordinates."""
+        ...
+
+    def join_scales(self, codes) -> Any:
+        """The words of blocks' bytes, uint32."""
+        ...
+
+    def split_scales(self, words) -> Any:
+        """The inverse of `join_scales`."""
+        ...
+
+    def join(self, fields, plane: int) -> Any:
+        """The words of coordinates' uint32 fields, each below 2^plane."""
+        ...
+
+    def split(self, words, plane: int) -> Any:
+        """The inverse of `join`; higher bits are unspecified."""
+        ...
+
+
+class _Arrays:
+    """The `Holder` of coordinates [4, T, 8, 4], blocks [4, T] and words [T] or [T, 8, p / 2]."""
+
+    def largest(self, of_coordinates):
+        return jnp.max(jnp.max(of_coordinates, axis=3), axis=2)
+
+    def to_coordinates(self, of_blocks):
+        return of_blocks[:, :, None, None]
+
+    def join_scales(self, codes):
+        return _sum_of_quarters(codes, 8)
+
+    def split_scales(self, words):
+        return (words[None] >> _shifts((QUARTERS, 1), 0, 8)) & as_word(0xFF)
+
+    def join(self, fields, plane):
+        words = _sum_of_quarters(fields, plane)
+        together = 8 // plane  # coordinates of a quad in a word
+        if together == 1:
+            return words
+        words = words.reshape(*words.shape[:2], QUAD // together, together)
+        shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
+        return jnp.sum(words << shifts, axis=3, dtype=jnp.uint32)
+
+    def split(self, words, plane):
+        together, shape = 8 // plane, (QUARTERS, *words.shape[:2], QUAD)
+        if together > 1:
+            shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
+            words = (words[..., None] >> shifts).reshape(shape[1:])
+        return words[None] >> _shifts((QUARTERS, 1, 1, 1), 0, plane)
+
+
+ARRAYS: Holder = _Arrays()
+
+
 def encode_blocks(
-    x: Float[Array, "4 T 8 4"],
+    x: Any,
     element: Element,
-    noise: UInt32[Array, "4 T 8 4"] | None,
+    noise: Any,
     *,
     keeps_subnormals: bool = False,
-) -> tuple[UInt32[Array, " T"], list[UInt32[Array, "T 8 _"]]]:
+    holder: Holder = ARRAYS,
+) -> tuple[Any, list[Any]]:
     """The words of scale codes and of every plane, the largest plane first.
+
+    ``x`` are f32 coordinates, as ``holder`` holds them, and ``noise`` is as for `quantize`.
 
     Scale codes round down: floor(log2(max|x|)) - emax + 127, at least 0. So the largest value
     divided by its scale is in [2^emax, 2^(emax + 1)); values beyond ``max_value`` saturate.
     """
     # Bits order subnormals, too; subnormals and zero have scale code 0.
-    bits = (bits_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)
-    exponent = jnp.max(jnp.max(bits, axis=3), axis=2) >> 23
+    exponent = holder.largest((bits_of(x) & as_word(_MAGNITUDE)).astype(jnp.int32)) >> 23
     scales = jnp.maximum(exponent - element.emax, 0)
     scales = jnp.where(exponent == 255, NAN_SCALE, scales)
-    power = _of_coordinates(_SCALE_BIAS - scales)
+    power = _SCALE_BIAS - scales
     if keeps_subnormals:  # 2^power is a normal number
-        units = x * floats_of(((power + 127) << 23).astype(jnp.uint32))
+        factor = floats_of(((power + 127) << 23).astype(jnp.uint32))
+        units = x * holder.to_coordinates(factor)
     else:
-        units = _times_power_of_two(x, power)
+        units = _times_power_of_two(x, holder.to_coordinates(power))
     codes, width = quantize(units, element, noise), element.bits
-    planes = [_pack(codes, width, plane) for plane in planes_of(width)]
-    return _sum_of_quarters(scales.astype(jnp.uint32), 8), planes
+    planes = []
+    for plane in planes_of(width):
+        fields = codes >> plane_shift(width, plane)
+        fields = fields & as_word((1 << plane) - 1) if plane < width else fields
+        planes.append(holder.join(fields, plane))
+    return holder.join_scales(scales.astype(jnp.uint32)), planes
 
 
 def decode_blocks(
-    scales: UInt32[Array, " T"],
-    planes: list[UInt32[Array, "T 8 _"]],
+    scales: Any,
+    planes: list[Any],
     element: Element,
     *,
     keeps_subnormals: bool = False,
-) -> Float[Array, "4 T 8 4"]:
+    holder: Holder = ARRAYS,
+) -> Any:
     """The exact f32 values of the words of `encode_blocks`; NaN in blocks of `NAN_SCALE`."""
     width = element.bits
-    parts = zip(planes_of(width), planes, strict=True)
-    codes = functools.reduce(operator.or_, (_unpack(w, width, plane) for plane, w in parts))
+    codes: Any = as_word(0)
+    for plane, words in zip(planes_of(width), planes, strict=True):
+        fields = holder.split(words, plane) & as_word((1 << plane) - 1)
+        codes = fields << plane_shift(width, plane) | codes
     units = dequantize(codes, element, keeps_subnormals=keeps_subnormals)
-    code = _of_coordinates((scales[None] >> _shifts((QUARTERS, 1), 0, 8)) & as_word(0xFF))
+    code = holder.split_scales(scales)
     if keeps_subnormals:
         scale = jnp.where(code == 0, as_word(_LEADING_ONE >> 1), code << 23)
-        return units * floats_of(jnp.where(code == NAN_SCALE, as_word(_NAN), scale))
+        scale = floats_of(jnp.where(code == NAN_SCALE, as_word(_NAN), scale))
+        return units * holder.to_coordinates(scale)
+    code = holder.to_coordinates(code)
     values = _times_power_of_two(units, code.astype(jnp.int32) - _SCALE_BIAS)
     return jnp.where(code == NAN_SCALE, np.float32(np.nan), values)
-
-
-def _of_coordinates(of_blocks) -> Array:
-    """Broadcasts [4, T] of blocks to coordinates."""
-    return of_blocks[:, :, None, None]
 
 
 def _shifts(shape: tuple[int, ...], axis: int, bits: int) -> Array:
@@ -251,30 +321,6 @@ def _sum_of_quarters(fields, bits: int) -> Array:
     """Fields uint32[4, ...], ``bits`` apart in words: uint32[...]."""
     shape = (QUARTERS, *(1,) * (fields.ndim - 1))
     return jnp.sum(fields << _shifts(shape, 0, bits), axis=0, dtype=jnp.uint32)
-
-
-def _pack(codes, width: int, plane: int) -> Array:
-    """One plane of codes uint32[4, T, 8, 4]: uint32[T, 8, p / 2]."""
-    fields = codes >> plane_shift(width, plane)
-    if plane < width:
-        fields = fields & as_word((1 << plane) - 1)
-    words = _sum_of_quarters(fields, plane)
-    together = 8 // plane  # coordinates of a quad in a word
-    if together == 1:
-        return words
-    words = words.reshape(*words.shape[:2], QUAD // together, together)
-    shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
-    return jnp.sum(words << shifts, axis=3, dtype=jnp.uint32)
-
-
-def _unpack(words, width: int, plane: int) -> Array:
-    """The bits that one plane has of every code: uint32[4, T, 8, 4]."""
-    together, shape = 8 // plane, (QUARTERS, *words.shape[:2], QUAD)
-    if together > 1:
-        shifts = _shifts((1, 1, 1, together), 3, QUARTERS * plane)
-        words = (words[..., None] >> shifts).reshape(shape[1:])
-    fields = words[None] >> _shifts((QUARTERS, 1, 1, 1), 0, plane)
-    return (fields & as_word((1 << plane) - 1)) << plane_shift(width, plane)
 
 
 def sections(parts: int, element: Element) -> tuple[int, ...]:

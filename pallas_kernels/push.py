@@ -87,6 +87,20 @@ def resident(fmt: WireFormat) -> int:
     return 2 if fmt.group_size > 32 or fmt.levels == "geometric" else 3
 
 
+def _check_mesh() -> None:
+    """Refuses a kernel between processes that JAX, when it lowers it, takes for one process's."""
+
+    def check(kernel) -> None:
+        if jax.process_count() > 1 and not kernel.multihost_kernel:
+            raise NotImplementedError(
+                f"push kernels between {jax.process_count()} processes need a mesh of devices, and "
+                "jax.shard_map has an AbstractMesh; pass mesh= a jax.sharding.Mesh"
+            )
+
+    inlined: Any = plgpu.inline_mgpu()(check)
+    inlined()
+
+
 def _number(axes: dict[str, int]):
     """This worker's number."""
     me = jnp.int32(0)
@@ -114,6 +128,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     plans = copies([x.shape[1] for x in sent], n)
 
     def kernel(*refs):
+        _check_mesh()
         me = _number(axes)
         peer, place = peer_of(me, lax.axis_index("pushed_to"), axes)
         for plan, source, target in zip(plans, refs, refs[len(plans) : -1], strict=False):
@@ -470,6 +485,7 @@ def all_reduce(
     ]
 
     def kernel(*refs):
+        _check_mesh()
         block = _Block.running(facts, _References.of((*operands, *results), refs))
         if agrees:
             block = block.agreed()

@@ -346,6 +346,10 @@ class Triton:
         t, c = pl.program_id(0), pl.program_id(1)
         return _Tile(fmt, table_ref, self.interpret, t, c)
 
+    def programs(self, launch: Launch) -> int:
+        """The programs of a chunk."""
+        return launch.tiles
+
     def launch(self, launch: Launch, operands):
         """The result of a launch; an aliased operand only holds what other calls wrote."""
         whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -361,7 +365,7 @@ class Triton:
         return pl.pallas_call(
             kernel,
             out_shape=shape_struct(launch.shape, launch.dtype, *operands),
-            grid=(launch.tiles, launch.chunks),
+            grid=(self.programs(launch), launch.chunks),
             in_specs=[whole] * len(operands),
             out_specs=whole,
             input_output_aliases=aliases,

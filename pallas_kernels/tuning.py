@@ -13,8 +13,7 @@ class Tuning(NamedTuple):
     num_stages: int = 1
     rows_per_program: int = 8
     """Super-groups per program of the statistics and of ``deal_count``, which makes blocks of them;
-    blocks at once of ``deal_begin``; tiles per program of ``deal_width``; parts of a chunk per
-    program of MX floats."""
+    blocks at once of ``deal_begin``; tiles per program of ``deal_width``."""
 
 
 _HOPPER = {
@@ -28,10 +27,10 @@ _HOPPER = {
     "decompress": Tuning(num_warps=1),
     "decompress_accumulate": Tuning(num_warps=2),
     "decompress_accumulate_recompress": Tuning(num_warps=2),
-    "mx_encode": Tuning(num_warps=4, rows_per_program=16),
-    "mx_hop": Tuning(num_warps=4, rows_per_program=16),
-    "mx_sum": Tuning(num_warps=4, rows_per_program=16),
-    "mx_decode": Tuning(num_warps=4, rows_per_program=16),
+    "mx_encode": Tuning(num_warps=4),
+    "mx_hop": Tuning(num_warps=4),
+    "mx_sum": Tuning(num_warps=4),
+    "mx_decode": Tuning(num_warps=4),
 }
 
 

@@ -1,6 +1,6 @@
 """Measures the host memory of `Copies`, in processes with a state of `MIB`.
 
-    python copies_memory_worker.py ADDRESS PROCESSES PROCESS
+    python copies_memory_worker.py ADDRESS PROCESSES PROCESS [MIB]
 
 It prints, as JSON, by how many times the state's bytes memory grows at most: while a copy is saved,
 restored with all copies, and restored without those of the last process. CPU devices have their
@@ -23,7 +23,7 @@ from dynamiq_jax.hosts import copies
 from dynamiq_jax.hosts.copies import PIECE, Copies
 from dynamiq_jax.hosts.slots import Slots
 
-MIB, LEAVES = 128, 16
+MIB, LEAVES = int(sys.argv[4]) if len(sys.argv) > 4 else 128, 16
 SPECS = P("data"), P(None, "data"), P()  # in one piece of memory, in many, and on every host
 SHAPE = 2048, MIB * 2**20 // LEAVES // 4 // 2048
 

@@ -165,6 +165,8 @@ def test_what_differs_is_named_with_the_process_and_both_values(processes, what)
 def test_versions_are_compared():
     rows = [agreement.versions(), agreement.versions() | {"version of jax": "0.0.1"}]
     assert [*agreement.differences(rows)] == ["version of jax"]
+    # Of the source that runs: what pip knows of a checkout may be older, or nothing.
+    assert rows[0]["version of dynamiq_jax"] == dq.__version__
 
 
 def test_what_one_process_refuses_is_an_error_on_all(processes):

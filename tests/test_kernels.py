@@ -26,7 +26,7 @@ import dynamiq_jax as dq
 import pallas_kernels as pk
 from dynamiq_jax.jaxprs.walk import equations_of
 from pallas_kernels import kernels, push, triton
-from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels._compat import JOINS_PROCESSES, RUNS_MOSAIC
 from pallas_kernels.format import DEALT, QUAD, padded_count
 from pallas_kernels.mosaic import Mosaic, _Tile
 from pallas_kernels.triton import Triton
@@ -285,6 +285,26 @@ def test_pushes_lower_for_cuda(axes, monkeypatch):
     lowered = lowered_for_cuda(mapped, *leaves, mesh=(sizes, ("x", "y")))
     assert lowered.count("dynamiq_push") >= 2
     assert lowered.count("uses_xla_collective_metadata = true") == 2
+
+
+@pytest.mark.skipif(not JOINS_PROCESSES, reason="this JAX has no kernels between processes")
+def test_pushes_between_processes_share_the_memory_of_all_operands(monkeypatch):
+    """JAX does so where it knows from a mesh's devices that there are several processes."""
+    from jax.experimental.mosaic.gpu import core
+
+    monkeypatch.setattr(push, "check_push", lambda names: None)
+    move = lambda x: pk.exchange(x[0], {"x": 2}, to_all=False)[None]
+    mapped = jax.shard_map(move, in_specs=P("x"), out_specs=P("x"))
+    x = jax.ShapeDtypeStruct((2, 2, 640), jnp.uint32)
+    lowered = lambda: lowered_for_cuda(mapped, x, mesh=((2,), ("x",)))
+    assert "symmetric_memory_parameters" not in lowered()
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(NotImplementedError, match="2 processes .* AbstractMesh; pass mesh="):
+        lowered()
+    monkeypatch.setattr(core, "_is_known_multihost_mesh", lambda mesh: True)
+    # The words that are sent and those that come, the counter, and its copy, as JAX passes it.
+    assert 'symmetric_memory_parameters = "1,1,1,1"' in lowered()
 
 
 @pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")

@@ -18,6 +18,7 @@ from kernel_runs import MX, assert_same_mx, lowered_for_cuda, mx_gradients, mx_p
 import dynamiq_jax as dq
 from dynamiq_jax.contrib.mx import ELEMENTS
 from pallas_kernels import mx
+from pallas_kernels._compat import RUNS_MOSAIC
 
 SIZE = 2 * 128 * 19 - 77  # two chunks of 19 parts, which are no power of two, and padding
 
@@ -125,22 +126,40 @@ def test_collectives_by_kernels_give_the_bits_of_xla(name):
 
 
 @pytest.mark.parametrize("name", daily(MX, DAILY))
-def test_kernels_lower_for_cuda(name, monkeypatch):
+@pytest.mark.parametrize("backend", ["triton", "mosaic"] if RUNS_MOSAIC else ["triton"])
+def test_kernels_lower_for_cuda(backend, name, monkeypatch):
     monkeypatch.setattr("dynamiq_jax.contrib.mx.resolve_backend", lambda backend: backend)
     x = jax.ShapeDtypeStruct((4, SIZE), jnp.float32)
-    lowered = lowered_for_cuda(mx_program(MX[name], SIZE, jnp.bfloat16, "triton"), x)
+    lowered = lowered_for_cuda(mx_program(MX[name], SIZE, jnp.bfloat16, backend), x)
     for kernel in ("encode", "hop", "sum", "decode"):
         assert f"dynamiq_mx_{kernel}" in lowered
 
 
-def test_backends_are_refused_that_have_no_kernels_of_mx_floats():
-    with pytest.raises(ValueError, match="backend='mosaic'; expected .*'triton'"):
-        dq.contrib.MXFP8(backend="mosaic")  # pyright: ignore[reportArgumentType]
-    method = small(dq.contrib.MXFP8(backend="triton"))
-    with pytest.raises(NotImplementedError, match="'triton' needs an NVIDIA GPU.*backend=None"):
-        jax.vmap(lambda x: dq.psum(x, "data", compression=method), axis_name="data")(
-            jnp.ones((4, 600))
-        )
+@pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")
+@pytest.mark.parametrize("plane", [8, 4, 2])
+def test_a_thread_of_mosaic_finds_its_fields_where_the_format_has_them(plane):
+    from pallas_kernels.mx_mosaic import word_of
+
+    # One quad: field i of its 16 is 1 in row i of the batch, and 0 in all others.
+    fields = np.eye(16, dtype=np.uint32).reshape(16, mx.QUARTERS, 1, 1, 4)
+    join = lambda fields: mx.ARRAYS.join(fields, plane).reshape(-1)
+    words = np.asarray(jax.jit(jax.vmap(join))(fields))
+    expected = np.zeros((16, plane // 2), np.uint32)
+    for i in range(16):
+        word, bit = word_of(i, plane)
+        expected[i, word] = 1 << bit
+    np.testing.assert_array_equal(words, expected)
+
+
+def test_unknown_backends_and_absent_gpus_are_refused():
+    with pytest.raises(ValueError, match="backend='cuda'; expected .*'triton'"):
+        dq.contrib.MXFP8(backend="cuda")  # pyright: ignore[reportArgumentType]
+    for named in ("triton", "mosaic"):
+        method = small(dq.contrib.MXFP8(backend=named))
+        with pytest.raises(NotImplementedError, match=f"'{named}' needs an NVIDIA.*backend=None"):
+            jax.vmap(lambda x, m=method: dq.psum(x, "data", compression=m), axis_name="data")(
+                jnp.ones((4, 600))
+            )
 
 
 @pytest.mark.release

@@ -1,5 +1,7 @@
 """Whether GPUs reach each other's memory by the driver, and so whether push kernels run."""
 
+import os
+from importlib import metadata
 from types import SimpleNamespace
 
 import jax
@@ -8,7 +10,9 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
+import dynamiq_jax as dq
 import pallas_kernels as pk
+from dynamiq_jax.methods.dynamiq.crossover import push_bytes
 from dynamiq_jax.topologies import links
 from pallas_kernels import backend, peers
 
@@ -89,3 +93,145 @@ def test_links_of_a_virtual_machine_are_fast_where_the_driver_has_nvlink(
     monkeypatch.setattr(jax, "process_count", lambda: processes)
     monkeypatch.setattr(peers, "_all_connected", lambda ordinals: linked and ordinals == (0, 1))
     assert links.fast_links() == (linked or processes > 1)
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    """Makes two processes of one host with an H200 each, except for the facts that are passed."""
+
+    def pretend(nccl=(2, 29, 2), joins=True, per_process=1, **facts):
+        monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
+        monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
+        monkeypatch.setattr(backend, "JOINS_PROCESSES", joins)
+        monkeypatch.setattr(peers, "nccl_version", lambda: nccl)
+        monkeypatch.setattr(peers, "_package", lambda: ("nvidia-nccl-cu12", None))
+        usual = {"device_kind": "NVIDIA H200", "slice_index": 0, "platform": "gpu"}
+        usual |= {"compute_capability": "9.0", "core_count": 132}
+        gpus = []
+        for i in range(2 * per_process):
+            own = {name: x[i] if isinstance(x, list) else x for name, x in facts.items()}
+            gpus.append(SimpleNamespace(**usual | {"process_index": i // per_process} | own))
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(jax, "devices", lambda *kind: gpus)
+
+    return pretend
+
+
+BETWEEN = {
+    "JAX": ({"joins": False}, f"JAX >= 0.11.2 between processes, and this is {jax.__version__}"),
+    "hosts": (
+        {"slice_index": [0, 1]},
+        "one host or NVLink domain for 2 processes, and JAX reports 2 of them",
+    ),
+    "unknown hosts": (
+        {"slice_index": None},
+        "one host or NVLink domain for 2 processes, and JAX reports none",
+    ),
+    "PCIe": (
+        {"device_kind": "NVIDIA H100 PCIe"},
+        "NVLink between all GPUs, and NVIDIA H100 PCIe need not have it",
+    ),
+    "GPUs": (
+        {"per_process": 2},
+        "one GPU for each of several processes, and 2 have 4; more were not tried",
+    ),
+    "NCCL": (
+        {"nccl": (2, 28, 9)},
+        "NCCL >= 2.29.2 between processes, and this is 2.28.9 (pip install -U nvidia-nccl-cu12)",
+    ),
+    "no NCCL": (
+        {"nccl": None},
+        "NCCL >= 2.29.2 between processes, and there is none (pip install -U nvidia-nccl-cu12)",
+    ),
+    "nothing": ({}, None),
+    "nothing, newer": ({"nccl": (2, 30, 7)}, None),
+    "nothing, next": ({"nccl": (3, 0, 0)}, None),
+}
+
+
+@pytest.mark.parametrize(("facts", "needs"), BETWEEN.values(), ids=BETWEEN.keys())
+def test_push_kernels_between_processes_need(facts, needs, processes):
+    """And what is missing stands in the error of ``transport="push"``, with a remedy."""
+    processes(**facts)
+    assert pk.needs_of_push() == needs
+    n, found = 2 * facts.get("per_process", 1), []
+
+    def check(x):
+        found.append(pk.needs_of_push(("a",)))
+        try:
+            backend.check_push(("a",))
+        except NotImplementedError as error:
+            found.append(str(error))
+        return x
+
+    mapped = jax.shard_map(check, mesh=AbstractMesh((n,), ("a",)), in_specs=P(), out_specs=P())
+    jax.eval_shape(mapped, jax.ShapeDtypeStruct((8,), jnp.float32))
+    remedy = "; pass transport='permutes' or 'collectives'"
+    assert found == [needs] + ([f"transport='push' needs {needs}{remedy}"] if needs else [])
+
+
+def test_between_processes_sums_push_only_if_told(processes, monkeypatch):
+    assert push_bytes(2) is not None
+    processes()
+    assert push_bytes(2) is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    tree = jax.ShapeDtypeStruct((2**25,), jnp.bfloat16)
+    said = lambda **told: dq.explain(
+        tree, 2, verbose=False, compression=dq.Compression(**told)
+    )  # fmt: skip
+    note = "; by collectives; between these processes transport='push' also runs"
+    assert said().reason.endswith(note) and "transport='collectives'" in said().topology
+    assert not any("push" in line for line in said().defaults)
+    for told in ({"transport": "push"}, {"topology": dq.Direct(transport="push")}):
+        assert "transport='push'" in said(**told).topology
+        assert note not in said(**told).reason
+    assert note not in said(transport="collectives").reason
+    processes(nccl=(2, 28, 9))
+    assert note not in said().reason
+
+
+class NCCL:
+    """As NCCL's library, of version 2.30.7."""
+
+    def __init__(self, failed=0):
+        self.failed = failed
+
+    def ncclGetVersion(self, code):
+        code._obj.value = 23007
+        return self.failed
+
+
+@pytest.mark.parametrize(("library", "loaded", "package", "version"), [
+    (NCCL(), True, "2.28.9", (2, 30, 7)),
+    (NCCL(), False, "2.28.9", (2, 28, 9)),
+    (NCCL(), False, "2.29.2.post1", (2, 29, 2)),
+    (NCCL(), False, None, (2, 30, 7)),
+    (NCCL(failed=1), True, "2.28.9", (2, 28, 9)),
+    (SimpleNamespace(), False, None, None),
+    (None, False, None, None),
+])  # fmt: skip
+def test_the_nccl_that_is_loaded_counts_before_the_one_that_is_installed(
+    library, loaded, package, version, monkeypatch
+):
+    opened = []
+
+    def load(name, mode):
+        assert name == "libnccl.so.2"
+        opened.append(mode == os.RTLD_NOLOAD)
+        if library is None or opened[-1] and not loaded:
+            raise OSError(name)
+        return library
+
+    def installed(name):
+        if package is None or name != "nvidia-nccl-cu12":
+            raise metadata.PackageNotFoundError(name)
+        return package
+
+    monkeypatch.setattr(peers.ctypes, "CDLL", load)
+    monkeypatch.setattr(peers.metadata, "version", installed)
+    monkeypatch.setattr(peers, "_package", peers._package.__wrapped__)
+    assert peers.nccl_version() == version
+    # JAX would take another library than the package's if this one loaded it first.
+    assert opened == ([True] if package else [True, False])
+    assert peers.nccl_package() == ("nvidia-nccl-cu12" if package else "nvidia-nccl-cu13")

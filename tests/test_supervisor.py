@@ -154,9 +154,13 @@ ENDS = {
     "raise RuntimeError('[external/gloo/gloo/pair.cc:98] timed out')": (1, "timed out", True),
     "raise OSError('connect: No route to host')": (1, "No route to host", True),
     "raise ValueError('my own')": (1, "ended with status 1: ValueError: my own", False),
+    # Rich wraps what it prints, and XLA may write after it.
+    r"print('OSError: disk \nhas \n 3 bytes\nE1129 gloo'); os._exit(1)": (
+        1, "status 1: OSError: disk has 3 bytes", False,
+    ),
     # Typer's programs frame what is wrong with their words.
     r"print('│ --model: no \u2026 │\n╰──╯'); os._exit(2)": (2, "status 2: --model: no", False),
-}
+}  # fmt: skip
 """{what a process does last: its status, its text, whether another one's end may be the cause}"""
 
 

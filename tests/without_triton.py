@@ -45,6 +45,11 @@ def method(backend: pk.Backend | None = None, **options: Any) -> dq.Compression:
     return dq.Compression(own, min_leaf_size=1, min_bucket_size=1, min_bucket_bytes=0)
 
 
+def mx_floats(backend: pk.Backend | None = None) -> dq.Compression:
+    """As `method`."""
+    return dq.Compression(dq.contrib.MXFP8(backend=backend), min_leaf_size=1, min_bucket_size=1)
+
+
 def loss_fn(params, x):
     """A loss of one hidden layer."""
     found = jnp.tanh(x @ params["up"]) @ params["down"]
@@ -111,6 +116,7 @@ def trained(backend: pk.Backend | None, n: int) -> dict[str, list[float]]:
     """Losses by way: sums without and with a plan, and sharded updates on n devices, if several."""
     ways = {"psum": losses_of_psum(method(backend, plan=False))}
     ways["plan"] = losses_of_psum(method(backend, plan=True))
+    ways["MX floats"] = losses_of_psum(mx_floats(backend))
     if n > 1:
         ways["sharded"] = losses_of_sharded(method(backend, plan=False), n)
     return ways
@@ -140,7 +146,7 @@ def lowered() -> dict[str, Any]:
     pretend_hopper()
     route, data = dq.Direct(transport="collectives"), P("data")
 
-    def summed(x):
+    def summed(x, compression=compression):
         return dq.psum(x[0], "data", compression=over(route, compression))
 
     programs = {
@@ -149,6 +155,7 @@ def lowered() -> dict[str, Any]:
         "all_gather": (lambda x: dq.all_gather(x[0], "data", **options), data, data, (x,)),
         "all_to_all": (lambda x: dq.all_to_all(x[0], "data", 0, 0, **options), data, data, (x,)),
         "sharded": (step, (P(), specs, data), (P(), specs, P()), (shapes, state, batch)),
+        "MX floats": (lambda x: summed(x, mx_floats()), data, P(), (x,)),
     }
     found: dict[str, Any] = {"explained": str(dq.explain(shapes, N, verbose=False))}
     for name, (run, in_specs, out_specs, args) in programs.items():

@@ -371,6 +371,19 @@ def train(
                 print("FAILED", *row, repr(error)[:600], flush=True)
 
 
+def column_of(settings: Any) -> tuple[str, str, int]:
+    """Model, initialisation, and the steps if they are others than the model's."""
+    model, steps = settings["model"], settings["steps"]
+    return model, settings["init"], 0 if steps == MODELS[model].recipe.steps else steps
+
+
+def text_of(percent: float | None, error: float | None) -> str:
+    """A cell; a run that diverged has no value, and one seed no error."""
+    if percent is None:
+        return "–"
+    return f"{percent:+.2f}" if error is None else f"{percent:+.2f} ± {error:.2f}"
+
+
 @app.command()
 def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--json")] = None):
     """Joins the rows of parts and compares them with exact means."""
@@ -398,17 +411,17 @@ def table(files: list[Path], json_file: Annotated[Path | None, typer.Option("--j
             apart = {"percent": None, "error": None} if failed else training.difference(*values)
             row["summary"] = {"validation": apart}
         kept.append(row)
-    columns = sorted({(row["settings"]["model"], row["settings"]["init"]) for row in kept})
+    columns = sorted({column_of(row["settings"]) for row in kept})
     cells: dict[str, dict[Any, str]] = {}
     bits = {}
     for row in kept:
         own, apart = row["settings"], row.get("summary", {}).get("validation", {})
-        value, error = apart.get("percent"), apart.get("error")
-        told = "–" if value is None else f"{value:+.2f} ± {error or 0:.2f}"
-        cells.setdefault(own["method"], {})[own["model"], own["init"]] = told
+        told = text_of(apart.get("percent"), apart.get("error"))
+        cells.setdefault(own["method"], {})[column_of(own)] = told
         bits[own["method"]] = BY_HAND.get(own["method"].partition("/")[0], row["bits_per_coord"])
     names = {"tiny": "1.1 M", "mid": "17 M", "125m": "123 M", "micro": ".1 M"}
-    print("| method | bits |", " | ".join(f"{names[m]}, {init}" for m, init in columns), "|")
+    heads = [f"{names[m]}, {init}" + (f", {n:,} steps" if n else "") for m, init, n in columns]
+    print("| method | bits |", " | ".join(heads), "|")
     print("|---|---|" + "---|" * len(columns))
     for method in sorted(cells, key=lambda name: bits[name]):
         row = " | ".join(cells[method].get(column, "") for column in columns)

@@ -593,7 +593,7 @@ Text = Annotated[
         "--text", help="folder whose *.py files are the text (default: the standard library's)"
     ),
 ]
-"""Those scripts that train for long take an option of this type."""
+"""Scripts that train for long take an option of this type."""
 
 
 def main(

@@ -9,10 +9,10 @@ import collections
 import json
 import os
 import re
+import sys
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -69,12 +69,9 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
 
 def versions() -> dict[str, str]:
     """The versions and the platform of this process."""
-    try:
-        own = version("dynamiq_jax")
-    except PackageNotFoundError:  # run from a source tree
-        own = "not installed"
+    package = sys.modules["dynamiq_jax"]  # which imports this module
     return {
-        "version of dynamiq_jax": own,
+        "version of dynamiq_jax": package.__version__,  # that of an editable install may be older
         "version of jax": jax.__version__,
         "platform": jax.default_backend(),
     }

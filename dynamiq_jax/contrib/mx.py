@@ -21,7 +21,7 @@ from dynamiq_jax.core.checks import check_fields
 from dynamiq_jax.executors.codec import ChunkCodec
 from dynamiq_jax.methods.base import Call
 from dynamiq_jax.methods.plain import ChunkLayout, PlainMethod
-from pallas_kernels import Choice, choose_backend, resolve_backend
+from pallas_kernels import Backend, Choice, choose_backend, resolve_backend
 from pallas_kernels.mx import UNIT, Element, Form, decode, encode
 
 ELEMENTS = {
@@ -37,7 +37,7 @@ ELEMENTS = {
 class _MX(PlainMethod):
     element: str
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    backend: Literal["triton", "jnp", "interpret"] | None = None
+    backend: Backend | None = None
     unit = UNIT  # whole words of scale codes
 
     def __post_init__(self):
@@ -46,8 +46,8 @@ class _MX(PlainMethod):
 
     @property
     def kernels(self) -> Choice:
-        """See `Method`; Mosaic has no kernels of MX floats."""
-        return choose_backend(self.backend, has_mosaic=False)
+        """See `Method`."""
+        return choose_backend(self.backend)
 
     def encode(
         self, values: Float[Array, " m"], noise: UInt32[Array, " m"]
@@ -69,8 +69,8 @@ class _MX(PlainMethod):
             return PlainMethod.codec(self, x, shared, layout, call)
         from dynamiq_jax.contrib.mx_codec import kernel_codec
 
-        stochastic, interpret = self.rounding == "stochastic", backend == "interpret"
-        form = Form(ELEMENTS[self.element], stochastic, layout.chunk_size, interpret)
+        stochastic = self.rounding == "stochastic"
+        form = Form(ELEMENTS[self.element], stochastic, layout.chunk_size, backend)
         return kernel_codec(x, shared, layout, call, form)
 
 
@@ -83,8 +83,8 @@ class MXFP8(_MX):
       rounding: "nearest" (ties to even; biased) or "stochastic" (unbiased except for values that
         saturate, with about twice the squared error). Pass a new key in every step: without one,
         the noise is always the same.
-      backend: which kernels run: "triton" (NVIDIA GPUs), "jnp" (XLA's), or "interpret" (the first
-        on Pallas' interpreter); `None` chooses by platform.
+      backend: which kernels run: "triton" or "mosaic" (NVIDIA GPUs), "jnp" (XLA's), or "interpret"
+        (the first on Pallas' interpreter); `None` chooses by platform.
     """
 
     element: Literal["e4m3", "e5m2"] = "e4m3"

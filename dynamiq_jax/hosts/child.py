@@ -78,6 +78,10 @@ GREETING = re.compile(r"\[Gloo\] Rank \d+ is connected to")
 """A line that a process writes when it has met the others: it tells nothing about its end."""
 FRAME = "│╭╮╰╯─"
 """Characters of the frame in which typer's programs show a wrong argument."""
+LOGGED = re.compile(r"[IWEF]\d{4} |\[Gloo\]|\*{3} ")
+"""How lines begin that XLA and gloo write."""
+MOST = 1000
+"""Characters of an exception in a supervisor's line."""
 KILLED = -signal.SIGKILL, 128 + signal.SIGKILL
 """Statuses of a process that is never ended by the end of another one."""
 
@@ -240,7 +244,7 @@ class Child:
         return self._end(status)
 
     def _end(self, status: int) -> End:
-        said = next(filter(RAISED.match, reversed(self._lines)), None)
+        said, whole = self._raised()
         if status < 0:
             how = f"killed by {signal.Signals(-status).name}"
         else:
@@ -255,7 +259,18 @@ class Child:
         said = said or (self._lines[-1] if self._lines else "it wrote nothing")
         # JAX ends a process by SIGABRT or by an exception when another one has ended.
         by_others = status > 0 or status == -signal.SIGABRT
-        return End(status, f"{how}: {said}", by_others and bool(CONSEQUENCE.search(said)))
+        text = f"{how}: {whole or said}"
+        return End(status, text, by_others and bool(CONSEQUENCE.search(said)))
+
+    def _raised(self) -> tuple[str, str]:
+        """The first line of the last exception, and all lines of it; rich wraps long ones."""
+        lines = [*self._lines]
+        for number in range(len(lines) - 1, -1, -1):
+            if RAISED.match(lines[number]):
+                ends = (n for n in range(number, len(lines)) if LOGGED.match(lines[n]))
+                rest = lines[number : next(ends, len(lines))]
+                return lines[number], " ".join(map(str.strip, rest))[:MOST]
+        return "", ""
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and to all that it has started."""

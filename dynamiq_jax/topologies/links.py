@@ -36,7 +36,8 @@ from jaxtyping import Int
 
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis, rounded_to
-from pallas_kernels.peers import connected, disabled
+from pallas_kernels import peers
+from pallas_kernels.backend import MOST_WORKERS
 
 # --- Links ----------------------------------------------------------------------------------------
 
@@ -45,19 +46,17 @@ def in_one_domain() -> bool:
     """Whether every pair of JAX's devices talks at full rate, as far as JAX knows."""
     if jax.process_count() == 1:
         return True
-    devices = jax.devices()
-    domains = {getattr(d, "slice_index", None) for d in devices}
-    return devices[0].platform in ("gpu", "cuda") and len(domains) == 1 and domains != {None}
+    return _on_gpus() and peers.in_one_domain(jax.devices())
 
 
 def fast_links() -> bool:
     """Whether NVLink connects all GPUs, and NCCL may use it."""
-    return _nvlink() and disabled() is None
+    return _nvlink() and peers.disabled() is None
 
 
 def slow_by_choice() -> str | None:
     """The setting by which NCCL may not use the NVLink that connects all GPUs, else `None`."""
-    return disabled() if _nvlink() else None
+    return peers.disabled() if _nvlink() else None
 
 
 def _nvlink() -> bool:
@@ -66,10 +65,12 @@ def _nvlink() -> bool:
     A virtual machine may have such GPUs without their links: CUDA tells this of one process's GPUs.
     """
     devices = jax.devices()
-    kind = devices[0].device_kind
-    known = ("SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200")
-    built = "PCIe" not in kind and any(name in kind for name in known)
-    return built and in_one_domain() and (jax.process_count() > 1 or connected(devices))
+    built = _on_gpus() and peers.built_with_nvlink(devices[0])
+    return built and in_one_domain() and (jax.process_count() > 1 or peers.connected(devices))
+
+
+def _on_gpus() -> bool:
+    return jax.devices()[0].platform in ("gpu", "cuda")
 
 
 # --- Transports -----------------------------------------------------------------------------------
@@ -81,9 +82,9 @@ TransportName = Literal["collectives", "permutes", "push"]
 ppermutes use best (`jit`). "push": kernels write into the memory of the other
 GPUs. If the codec supports it, one kernel does an all-reduce of one stream
 (`pallas_kernels.all_reduce`); else each exchange is one kernel (`pallas_kernels.exchange`). Push
-kernels share a CUDA stream with all other kernels, which wait for them. Push needs one process, up
-to 8 GPUs (Hopper or newer), a mesh of the first GPUs in their order, and steps in which all workers
-send to all."""
+kernels share a CUDA stream with all other kernels, which wait for them. Push needs up to 8 GPUs
+(Hopper or newer) of one process, or of processes of one host with a GPU each, a mesh of the first
+GPUs in their order, and steps in which all workers send to all."""
 
 Sinks = Iterator[tuple[Any, Int[Array, " c"]]]
 """Payloads [c] of finished sums as they arrive, and their owners."""
@@ -346,6 +347,13 @@ def _text(name: str) -> str:
         return ""
 
 
+def may_push() -> str | None:
+    """The note of `explain` on processes that could push, which they do only if told."""
+    several = 1 < jax.process_count() and jax.device_count() <= MOST_WORKERS
+    able = several and pk.needs_of_push() is None
+    return "by collectives; between these processes transport='push' also runs" if able else None
+
+
 def between_hosts() -> str | None:
     """The note of `explain` on transfers between hosts; `None` within one host."""
     if jax.default_backend() != "gpu" or not _between_hosts():
@@ -380,7 +388,7 @@ def copy_engines() -> str | None:
 def _peers() -> bool:
     """Whether there are GPUs that may read each other's memory."""
     several = jax.process_count() == 1 and jax.device_count() > 1
-    return several and jax.default_backend() == "gpu" and disabled() is None
+    return several and jax.default_backend() == "gpu" and peers.disabled() is None
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import push_between
 import pytest
 from asserts import assert_copies_equal, assert_replicas_equal, sum_error
 from cases import EVERY_METHOD, daily, first_state, over
@@ -17,7 +18,8 @@ from dynamiq_jax.commands.synthetic import lognormal_mixture
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.methods.dynamiq import codec
 from dynamiq_jax.methods.dynamiq.codec import make_plan
-from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels import peers
+from pallas_kernels._compat import JOINS_PROCESSES, RUNS_MOSAIC
 from pallas_kernels.backend import MOST_WORKERS
 
 METHOD = dq.Compression(dq.DynamiQ(plan=True), min_bucket_size=1)
@@ -263,3 +265,15 @@ def test_pushes_bring_what_collectives_bring(axes, words):
 
     for _ in range(3):  # counters begin at zero again
         jax.tree.map(np.testing.assert_array_equal, *both(leaves))
+
+
+def test_two_processes_push_what_collectives_bring():
+    if not JOINS_PROCESSES or len(jax.devices()) < 2:
+        pytest.skip(f"JAX {jax.__version__} with {len(jax.devices())} GPUs has no such kernels")
+    if (version := peers.nccl_version() or ()) < peers.SYMMETRIC_NCCL:
+        pytest.skip(f"NCCL {version} is older than {peers.SYMMETRIC_NCCL}")
+    if not peers.connected(jax.devices()[:2]):
+        pytest.skip("NVLink does not connect the first two GPUs")
+    (found,) = push_between.run()
+    assert found["exchange"] == found["psum"] == [True] * 3
+    assert 1e-4 < found["error"] < 3e-2

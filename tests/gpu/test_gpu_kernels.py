@@ -100,17 +100,19 @@ def test_plans_are_those_of_the_reference(size):
 
 @pytest.mark.parametrize("finite", daily([True, False], [False]), ids=["finite", "not finite"])
 @pytest.mark.parametrize("name", daily(MX, ["e4m3, nearest", "e2m1, nearest"]))
-def test_mx_kernels_give_the_bits_of_xla(name, finite):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mx_kernels_give_the_bits_of_xla(backend, name, finite):
     """XLA's program runs on the GPU, too, where sums keep subnormal numbers."""
     dtype, size = (jnp.bfloat16, 100_003) if len(name) % 2 else (jnp.float32, 2**17)
     x = mx_gradients(size, finite=finite)
-    expected, actual = (mx_results(MX[name], x, dtype, of) for of in ("jnp", "triton"))
+    expected, actual = (mx_results(MX[name], x, dtype, of) for of in ("jnp", backend))
     assert_same_mx(actual, expected, finite=finite)
 
 
 @pytest.mark.parametrize("size", daily([2**20, 2**24 + 128], [2**20]))
-def test_mx_kernels_of_many_programs_give_the_bits_of_xla(size):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mx_kernels_of_many_programs_give_the_bits_of_xla(backend, size):
     method = dq.contrib.MXFP8()
     x = mx_gradients(size, finite=True)
-    expected, actual = (mx_results(method, x, jnp.bfloat16, of) for of in ("jnp", "triton"))
+    expected, actual = (mx_results(method, x, jnp.bfloat16, of) for of in ("jnp", backend))
     assert_same_mx(actual, expected, finite=True)

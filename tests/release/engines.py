@@ -3,20 +3,28 @@
 Every host has its own /dev/shm, as a machine has, and a process tells its steps there.
 """
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from hosts import sh
 from test_hosts import losses
 
+import dynamiq_jax as dq
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_multihost.py"
 STEPS = 20
+OTHERS = "/dev/shm/others"
+"""A folder of modules that a host has instead of the common ones."""
 ENV = {
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu",
+    "PYTHONPATH": f"{OTHERS}:{ROOT}:{ROOT / 'examples'}", "JAX_PLATFORMS": "cpu",
     "XLA_FLAGS": "--xla_force_host_platform_device_count=1 --xla_backend_optimization_level=0",
     "DYNAMIQ_JAX_PROGRESS": "/dev/shm/progress",
 }  # fmt: skip
@@ -24,12 +32,6 @@ OWN_MEMORY = """
 unset COORDINATOR NUM_HOSTS HOST_ID  # which an engine does not set
 mkdir -p {shm} && mount --bind {shm} /dev/shm && exec "$@"
 """
-FAULTS = {
-    "killed": (1, signal.SIGKILL),
-    "coordinator killed": (0, signal.SIGKILL),
-    "stopped": (1, signal.SIGSTOP),
-}
-"""{fault: the host whose process gets a signal, and the signal}."""
 HEARTBEATS = "--heartbeat-timeout", 10
 """Without them JAX, which alone learns of a stopped process, waits 100 s."""
 NOT_OURS = "COORDINATOR", "NUM_HOSTS", "HOST_ID", "XLA_FLAGS", "PYTHONPATH", "SLURM_", "OMPI_"
@@ -40,8 +42,11 @@ class Machines:
 
     def __init__(self, made, folder):
         self.made, self.folder = made, Path(folder)
-        self.shm = self.folder / "shm"
+        self.shm, self.disk = self.folder / "shm", self.folder / "disk"
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(NOT_OURS)}
+
+        self.disk.mkdir(parents=True)  # which daemons must find when they start
+        sh("mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", self.disk)
 
     def __enter__(self):
         return self
@@ -49,6 +54,7 @@ class Machines:
     def __exit__(self, *_):
         for i in range(self.made.n):
             self.made.kill(i)
+        sh("umount", "--lazy", self.disk)
 
     def start(self, i, *words, env=None, log="daemon"):
         """Starts a command on host i."""
@@ -90,8 +96,78 @@ class Machines:
             time.sleep(0.1)
 
 
+class Fault(NamedTuple):
+    """A fault that a run outlives."""
+
+    act: Callable[["Training"], Any]
+    options: tuple[Any, ...] = HEARTBEATS
+    """Options of the example."""
+
+
+def signals(number, *hosts):
+    """Sends a signal to the processes that train on these hosts."""
+
+    def act(job):
+        for i in hosts:
+            job.machines.kill(i, job.PROCESS, number)
+
+    return act
+
+
+def cut(job):
+    """Takes host 1 off the network for ten seconds."""
+    job.machines.made.cut(1)
+    time.sleep(10)
+    job.machines.made.mend(1)
+
+
+def fill(job):
+    """Fills the disk of checkpoints, and makes room when the job has failed; returns when."""
+    filler = job.machines.disk / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(2**20))
+    job.machines.until(lambda: "No space left" in job.said() and job.step() == -1, 120, job.log)
+    filler.unlink()
+    return time.time()
+
+
+FAULTS = {
+    "killed": Fault(signals(signal.SIGKILL, 1)),
+    "coordinator killed": Fault(signals(signal.SIGKILL, 0)),
+    "all killed": Fault(signals(signal.SIGKILL, 0, 1, 2)),
+    "stopped": Fault(signals(signal.SIGSTOP, 1)),
+    "network cut for 10 s": Fault(cut, ()),
+    "disk full": Fault(fill, ("--checkpoint-every", 4)),
+}
+
+FINDER = f"""
+import importlib.util, importlib.machinery, pathlib, sys
+class Others:
+    def find_spec(name, path=None, target=None):
+        file = pathlib.Path(__file__).with_name(name + ".other")
+        if file.exists():
+            loader = importlib.machinery.SourceFileLoader(name, str(file))
+            where = [{str(ROOT / "dynamiq_jax")!r}] if name == "dynamiq_jax" else None
+            return importlib.util.spec_from_file_location(
+                name, file, loader=loader, submodule_search_locations=where)
+sys.meta_path.insert(0, Others)
+"""
+"""Finds modules here ahead of those beside the script."""
+MODEL, PACKAGE = EXAMPLE.with_name("llm_model.py"), ROOT / "dynamiq_jax" / "__init__.py"
+VERSION = f'__version__ = "{dq.__version__}"'
+REFUSED = {
+    "wrong version": ("dynamiq_jax", PACKAGE, VERSION, '__version__ = "0.4.9"', "'0.4.9'"),
+    "wrong program": ("llm_model", MODEL, "n_layers=2", "n_layers=3", "process 1 has"),
+}
+"""{fault: a module, its file, words of it, those that host 1 has, and what the error says}"""
+
+
 class Training:
     """The example under an engine; a subclass says whether it has ended."""
+
+    PROCESS = EXAMPLE.name
+    """A word of the command of the process that trains."""
 
     def __init__(self, machines, folder):
         folder.mkdir(exist_ok=True)
@@ -120,28 +196,65 @@ class Training:
     def after(self, name, fault, words, seconds=240):
         """Makes a fault; waits for a step that was not taken; prints how long that took.
 
-        It also prints the lines of the log that have one of these words.
+        ``fault`` may return when the time begins. It also prints the lines of the log that have one
+        of these words. Returns whether processes have started again.
         """
         reached, began = self.step(), time.time()
-        fault()
-        self.machines.until(lambda: self.step() == -1, 120, self.log)
+        began = fault() or began
+        # A step that had begun before the fault may still end.
+        self.machines.until(lambda: not -1 < self.step() < reached + 2, 120, self.log)
+        again = self.step() == -1
         self.until_step(reached + 1, seconds)
-        lines = [s for s in self.said().splitlines() if any(word in s for word in words)]
-        print(f"\n{name}: {time.time() - began:.1f} s; {lines}")
+        print(f"\n{name}: {time.time() - began:.1f} s; again: {again}; {self.lines(words)}")
+        return again
 
-    def outlives(self, fault, word, says, whole):
+    def outlives(self, name, says, whole):
         """A fault after eight steps: the run goes on from memory, to the losses ``whole``.
 
-        ``word`` is in the command of the process that one of `FAULTS` hits; ``says`` is as for
-        `after`.
+        ``says`` is as for `after`. Returns whether processes have started again.
         """
         self.until_step(8)
-        i, number = FAULTS[fault]
-        self.after(fault, lambda: self.machines.kill(i, word, number), says)
+        again = self.after(name, lambda: FAULTS[name].act(self), says)
         assert self.finish() == whole
-        assert "from the memory of hosts" in self.said()
+        assert ("from the memory of hosts" in self.said()) == again
+        return again
+
+    def refuses(self, name, says):
+        """The job ends after a few starts, with an error that names what differs."""
+        began, text = time.time(), REFUSED[name][-1]
+        self.machines.until(self.ended, 240, self.log)
+        print(f"\n{name}: ended after {time.time() - began:.1f} s; {self.lines(says)}")
+        assert text in self.said()
+        assert self.step() == -1
+
+    def lines(self, words):
+        """The lines of the log that have one of these words, each once."""
+        lines = dict.fromkeys(self.said().splitlines())
+        return [line for line in lines if any(word in line for word in words)]
 
     def finish(self):
         """The losses of the whole run."""
         self.machines.until(self.ended, 240, self.log)
         return losses(self.folder)
+
+
+def options(name, machines):
+    """The example's options for a fault."""
+    disk = ("--checkpoint-dir", machines.disk / "kept") if name == "disk full" else ()
+    return *FAULTS[name].options, *disk
+
+
+@contextlib.contextmanager
+def others(name, machines):
+    """Host 1 has another module for a block."""
+    folder = machines.shm / "host1" / Path(OTHERS).name
+    folder.mkdir(parents=True)
+    module, file, words, other, _ = REFUSED[name]
+    (folder / "sitecustomize.py").write_text(FINDER)
+    text = file.read_text()
+    assert words in text
+    (folder / f"{module}.other").write_text(text.replace(words, other))
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder)

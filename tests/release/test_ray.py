@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import ENV, EXAMPLE, FAULTS, HEARTBEATS, STEPS, Machines, Training
+from engines import ENV, EXAMPLE, FAULTS, REFUSED, STEPS, Machines, Training, options, others
 from hosts import Hosts
 from test_hosts import REASON
 
@@ -19,7 +19,6 @@ PORT = 6379
 PLACE = str(Path(ray.__file__).parents[1])
 SMALL = "--num-cpus=1 --object-store-memory=80000000 --disable-usage-stats --block"
 SAYS = "host 10.7.0.", "a host has joined"
-WORKER = "ray::Host"
 OWN_SESSION = "mkdir -p {short}/host{i} {short}/ray && mount --bind {short}/host{i} {short}/ray"
 
 
@@ -71,9 +70,12 @@ class Ray(Machines):
 class Job(Training):
     """The example by `train_ray.py` on host 0."""
 
-    def __init__(self, cluster, folder, n, *options):
+    PROCESS = "ray::Host"
+
+    def __init__(self, cluster, folder, n, *options, starts=10):
         super().__init__(cluster, folder)
         command = [sys.executable, "-u", EXAMPLE.with_name("train_ray.py"), "--min-hosts", n]
+        command += ["--starts", starts]
         command += ["--copies", f"/dev/shm/{folder.name}", "--", *self.options, *options]
         self.process = cluster.inside(0, *command, log=folder.name)
         self.log = cluster.folder / f"{folder.name}0.log"
@@ -96,8 +98,23 @@ def whole(cluster, tmp_path_factory):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_an_actor_goes_on_from_memory(tmp_path, cluster, whole, fault):
-    job = Job(cluster, tmp_path, 3, *HEARTBEATS)
-    job.outlives(fault, WORKER, SAYS, whole)
+    job = Job(cluster, tmp_path, 3, *options(fault, cluster))
+    again = job.outlives(fault, SAYS, whole)
+    assert again or fault == "network cut for 10 s"  # heartbeats are 100 s
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_host_that_differs_ends_the_run(tmp_path, cluster, fault):
+    with others(fault, cluster):
+        Job(cluster, tmp_path, 3, starts=2).refuses(fault, SAYS)
+
+
+def test_a_second_run_waits_for_the_first_one(tmp_path, cluster, whole):
+    first = Job(cluster, tmp_path / "first", 3)
+    first.until_step(4)
+    second = Job(cluster, tmp_path / "second", 3)
+    assert first.finish() == whole
+    assert second.finish() == whole
 
 
 def test_two_hosts_go_on_without_a_raylet_and_take_a_new_one(tmp_path, cluster, whole):

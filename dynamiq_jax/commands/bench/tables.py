@@ -1,6 +1,5 @@
 """Rows of the benchmarks as a table on the terminal, or JSON in a file."""
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dynamiq_jax.commands.options import printable
+from pallas_kernels import peers
 
 
 class Column(NamedTuple):
@@ -86,13 +86,8 @@ def format_size(size_bytes: int) -> str:
 
 def nccl_version() -> str | None:
     """The version of the NCCL that this process has loaded or would load; `None` without one."""
-    version = ctypes.c_int()
-    try:
-        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
-    except OSError:
-        return None
-    major, rest = divmod(version.value, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    version = peers.nccl_version()
+    return None if version is None else ".".join(map(str, version))
 
 
 def surroundings(devices: Sequence[Any]) -> dict[str, Any]:

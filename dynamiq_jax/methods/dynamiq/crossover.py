@@ -24,7 +24,7 @@ def _entry(n_workers: int) -> dict[str, Any]:
 def psum_bytes(n_workers: int) -> int:
     """The bytes of a bucket below which `jax.lax.psum` is faster on GPUs connected by NVLink.
 
-    One process for each GPU has no copy engines and no push kernels, so its limit is larger.
+    One process for each GPU has no copy engines, and pushes only if told, so its limit is larger.
     """
     entry = _entry(n_workers)
     alone = entry["psum_bytes"]
@@ -34,10 +34,11 @@ def psum_bytes(n_workers: int) -> int:
 def push_bytes(n_workers: int) -> tuple[int, int] | None:
     """The bytes of a call's buckets from which, and up to which, push kernels are the fastest.
 
-    `None`: push kernels were not measured on this many GPUs.
+    `None`: push kernels were not measured on this many GPUs, or not between processes.
     """
     found = _entry(n_workers).get("push_bytes")
-    return None if found is None or n_workers > _MEASURED[-1]["n_devices"] else tuple(found)
+    measured = jax.process_count() == 1 and n_workers <= _MEASURED[-1]["n_devices"]
+    return tuple(found) if found is not None and measured else None
 
 
 def psum_scatter_bytes(n_workers: int) -> int:
