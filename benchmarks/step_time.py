@@ -272,7 +272,7 @@ class Program(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """What `Row` says of a program that does not run."""
+        """The fields of `Row` that a program has which does not run."""
         names = "method", "temporary_bytes", "trace_s", "compile_s"
         return {name: getattr(self, name) for name in names}
 
