@@ -225,13 +225,14 @@ def scanned_table() -> str:
     """
     found = [
         {row["method"].replace("-checkpoint-scanned", ""): row for row in load(name)["rows"]}
-        for name in ("scanned.json", "scanned_7b.json")
+        for name in ("scanned.json", "scanned_7b.json", "first_step.json")
     ]
+    *found, programs = found
     memory = load("largest.json")
     depths: dict[str, list[largest.Row]] = {}
     for row in memory["rows"]:
         depths.setdefault(row["method"], []).append(largest.Row(**row))
-    lines = [("", "1.1 B, ms", "GiB", "7 B, ms", "GiB", "largest, B")]
+    lines = [("", "1.1 B, ms", "GiB", "first, s", "7 B, ms", "GiB", "largest, B")]
     for way, title in SCANNED_OF.items():
         cells: list[str] = []
         for rows in found:
@@ -240,6 +241,8 @@ def scanned_table() -> str:
             # The steps of 7 B are one sample.
             cells.append(milliseconds(times if rows is found[0] else times[:1]) if times else "")
             cells.append(f"{row['temporary_bytes'] / 2**30:.1f}" if row else "")
+        own = programs.get(way)
+        cells.insert(2, f"{own['trace_s'] + own['compile_s']:.1f}" if own else "")
         fits = way in depths and largest.largest(depths[way], memory["memory_gib"] * 2**30)
         lines.append((title, *cells, f"{fits / 1e9:.1f}" if fits else ""))
     return markdown(lines)
@@ -792,9 +795,9 @@ def texts() -> dict[Path, str]:
         "steps": f"{steps_table()}\n\n{steps}",
         "scanned": f"{scanned_table()}\n\n" + caption(
             "scanned", "16 and 32 checkpointed layers, 3,072 tokens per GPU, two hosts of"
-            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B is one sample, without"
-            " `dq.scan` and FSDP with up to 4 GiB more;"
-            " largest: parameters that fit 130 GiB, by XLA's analysis"),
+            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B one sample, without"
+            " `dq.scan` and FSDP with up to 4 GiB more; first: tracing, compiling on two GPUs,"
+            " XLA's attention; largest: fits 130 GiB, by XLA's analysis"),
         "break-even": break_even_table(),
         "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
