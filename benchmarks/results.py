@@ -155,11 +155,13 @@ SCANNED = (
     "zero-dear:5/2.5,fsdp-keep:5/8"
 )
 LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
-FIRST = "bf16-zero:,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,xla-fsdp:,fsdp:5/8,fsdp-keep:5/8"
-SCANNED, LARGE, FIRST = (
-    re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE, FIRST)
+FIRST = (
+    "bf16-zero,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,xla-fsdp,fsdp:5/8,fsdp-keep:5/8"
 )
-FIRST = FIRST.replace(":,", ",")
+SCANNED, LARGE, FIRST = (
+    ",".join(re.sub(":|$", r"-checkpoint-scanned\g<0>", way, count=1) for way in ways.split(","))
+    for ways in (SCANNED, LARGE, FIRST)
+)
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
 TABLES: dict[str, list[Job]] = {
