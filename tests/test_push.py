@@ -276,3 +276,25 @@ def test_explanations_say_which_sums_push(nvlink):
     assert "sums of up to 1 MiB by one push kernel for each bucket" in said.defaults
     assert said.rows[0].route == "compressed"
     assert not dq.explain(tree, 2, verbose=False, compression=dq.BF16()).defaults
+
+
+@pytest.mark.parametrize("transport", ["push", "collectives"])
+def test_explanations_of_steps_have_plans_that_only_push(transport, monkeypatch):
+    """Kernels are no collectives, so there is nothing of such a plan in the compiled program."""
+
+    def moved(tree, axes, *, to_all):
+        return jax.tree.map(lambda x: jnp.stack([x] * 2) if to_all else x, tree)
+
+    monkeypatch.setattr(pk, "exchange", moved)
+    route = dq.Direct(transport=transport, streams=2)  # by exchanges
+    method = dq.Compression(CHEAP.method, topology=route, min_bucket_size=1, min_leaf_size=1)
+    reduce = jax.shard_map(
+        lambda x: dq.psum(x[0], "data", key=jax.random.key(0), compression=method),
+        mesh=auto_mesh(2), in_specs=P("data"), out_specs=P(),
+    )  # fmt: skip
+    x = jax.ShapeDtypeStruct((2, 2**15), jnp.float32)
+    said = dq.explain(jax.jit(reduce), x, verbose=False)
+    (run,) = said.plans
+    assert run.times == 1 and run.sent_bytes == run.plan.sent_bytes > 0
+    assert said.agrees and said.sent_bytes == run.sent_bytes
+    assert said.pushes == (transport == "push") == (said.program_bytes == 0)

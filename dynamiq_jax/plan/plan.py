@@ -150,6 +150,11 @@ class Plan(NamedTuple):
         told = "\n".join(map(repr, own))
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
+    @property
+    def pushes(self) -> bool:
+        """Whether push kernels may send payloads; these are no collectives of a program."""
+        return any(bucket.route.pushes for bucket in self.buckets)
+
     def seeds(self, words: Array | None) -> list[Any]:
         """The seed of every bucket (`core.axis.Seed`), from a key's words if there is a key."""
         return bucket_seeds(words, [bucket.tag for bucket in self.buckets])
