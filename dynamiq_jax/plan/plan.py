@@ -151,6 +151,13 @@ class Plan(NamedTuple):
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
     @property
+    def asked_bytes(self) -> float:
+        """Bytes of them, without a key, that a traced program sends by collectives."""
+        pushed = [number for number, x in enumerate(self.buckets) if x.route.only_pushes]
+        moves = self._replace(keyed=False).moves
+        return sum(move.sent_bits for move in moves if move.bucket not in pushed) / 8
+
+    @property
     def pushes(self) -> bool:
         """Whether push kernels may send payloads; these are no collectives of a program."""
         return any(bucket.route.pushes for bucket in self.buckets)

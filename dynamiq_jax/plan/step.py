@@ -143,7 +143,7 @@ def explain_step(
     widens = bool(devices) and devices[0].platform == "cpu"
     runs, widened = [], 0.0
     for scope, plan in plans.items():
-        narrow, once = asked[scope, True], plan._replace(keyed=False).sent_bytes
+        narrow, once = asked[scope, True], plan.asked_bytes
         whole = asked[scope, False] + narrow
         times = _times(plan, whole, whole + widens * narrow, compiled_to[scope])
         exactly = whole / once if once else 1.0
@@ -197,7 +197,7 @@ def _times(plan: Plan, asked: float, as_compiled: float, compiled: float) -> int
     without payloads runs as often as was asked for, and another one as often as in the program.
     """
     # Samples for a seed are asked for, and XLA leaves them out if the seed is a key's.
-    once = plan._replace(keyed=False).sent_bytes
+    once = plan.asked_bytes
     times = asked / once if once else 1.0
     routes = [bucket.route for bucket in plan.buckets]
     payloads = any(route.topology is not None for route in routes)
