@@ -37,7 +37,9 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
     )
 
+import errno
 import json
+import shutil
 import sys
 import time
 from collections import Counter
@@ -243,8 +245,17 @@ def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
     return ocp.CheckpointManager(folder.absolute(), options=options)
 
 
+def check_room(folder: Any, state: TrainState) -> None:
+    """Refuses a checkpoint that does not fit; orbax lets all wait ten minutes for a failure."""
+    needed = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    if (free := shutil.disk_usage(folder).free) < needed:
+        text = f"{folder} has {free} bytes left, and a checkpoint takes {needed}: make room"
+        raise OSError(errno.ENOSPC, text)
+
+
 def save(checkpoints: ocp.CheckpointManager, state: TrainState, losses: list[float]) -> None:
     """Writes state and curve, while training goes on; every process calls it."""
+    check_room(checkpoints.directory, state)
     curve = {"losses": losses.copy()}  # the list grows while this one is written
     items = ocp.args.Composite(
         state=ocp.args.StandardSave(state._asdict()), curve=ocp.args.JsonSave(curve)

@@ -5,6 +5,7 @@ Every host has its own /dev/shm, as a machine has, and a process tells its steps
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -127,7 +128,7 @@ def fill(job):
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(2**20))
-    job.machines.until(lambda: "No space left" in job.said() and job.step() == -1, 120, job.log)
+    job.machines.until(lambda: ": make room" in job.said() and job.step() == -1, 120, job.log)
     filler.unlink()
     return time.time()
 
@@ -214,9 +215,12 @@ class Training:
         ``says`` is as for `after`. Returns whether processes have started again.
         """
         self.until_step(8)
+        reached = self.step()
         again = self.after(name, lambda: FAULTS[name].act(self), says)
         assert self.finish() == whole
-        assert ("from the memory of hosts" in self.said()) == again
+        starts = re.findall(r"starting after step (\d+), from the memory", self.said())
+        assert len(starts) == again
+        assert all(int(step) >= reached for step in starts)  # every step is copied
         return again
 
     def refuses(self, name, says):

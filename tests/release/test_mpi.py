@@ -52,7 +52,7 @@ class Job(Training):
         return self.process.poll() is not None
 
 
-SAYS = "mpirun", "exited on signal", "RuntimeError", "No space left", "has lost communication"
+SAYS = "mpirun", "exited on signal", "RuntimeError", "make room", "has lost communication"
 
 
 @pytest.fixture(scope="module")

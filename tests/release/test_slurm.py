@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(REASON is not None, reason=str(REASON)),
     pytest.mark.skipif(bool(MISSING), reason=f"{MISSING}: install slurm-wlm and munge"),
 ]
-SAYS = "slurm", "srun"
+SAYS = "srun", "slurmstepd", "make room"
 
 
 class Job(Training):
