@@ -153,9 +153,10 @@ class Plan(NamedTuple):
     @property
     def asked_bytes(self) -> float:
         """Bytes of them, without a key, that a traced program sends by collectives."""
-        pushed = [number for number, x in enumerate(self.buckets) if x.route.only_pushes]
-        moves = self._replace(keyed=False).moves
-        return sum(move.sent_bits for move in moves if move.bucket not in pushed) / 8
+        asked = self._replace(keyed=False)
+        pushed = {number for number, x in enumerate(self.buckets) if x.route.only_pushes}
+        apart = sum(move.sent_bits for move in asked.moves if move.bucket in pushed)
+        return asked.sent_bytes - apart / 8
 
     @property
     def pushes(self) -> bool:
