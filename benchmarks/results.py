@@ -110,7 +110,7 @@ def scanned(kept: Any, found: Any, command: str, place: str) -> None:
     """Puts rows of `step_time.py` in the place of those of the same ways."""
     (new,) = found["runs"]
     names = ("method", "step_ms", "p10_ms", "p90_ms", "temporary_bytes", "trace_s", "compile_s")
-    rows = [{name: row[name] for name in names} for row in new["rows"]]
+    rows = [{name: row[name] for name in names if name in row} for row in new["rows"]]
     merged(kept, {"about": new["about"], "rows": rows}, command, place)
 
 
@@ -155,7 +155,11 @@ SCANNED = (
     "zero-dear:5/2.5,fsdp-keep:5/8"
 )
 LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
-SCANNED, LARGE = (re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE))
+FIRST = "bf16-zero:,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
+SCANNED, LARGE, FIRST = (
+    re.sub(r"(?<=[a-z])(?=[:,])", "-checkpoint-scanned", x) for x in (SCANNED, LARGE, FIRST)
+)
+FIRST = FIRST.replace(":,", ",")
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
 TABLES: dict[str, list[Job]] = {
@@ -187,6 +191,9 @@ TABLES: dict[str, list[Job]] = {
                   ROOTED)._replace(file="scanned.json", take=scanned),
         step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 1 --steps 3 --ways {LARGE}",
                   ROOTED, "7b")._replace(file="scanned_7b.json", take=scanned),
+        # A process for each: later ways would find parts of earlier ones traced, and kernels tuned.
+        *[Job("first_step.json", TWO, "python benchmarks/step_time.py --json {json} --model 1b"
+              f" --compile-only --ways {way}", scanned) for way in FIRST.split(",")],
     ],
     "all-reduce": [
         Job("all_reduce.json", TWO, "CUDA_VISIBLE_DEVICES=0,1 python benchmarks/all_reduce.py"

@@ -270,6 +270,12 @@ class Program(NamedTuple):
         """XLA's for one device."""
         return self.step.memory_analysis().temp_size_in_bytes
 
+    @property
+    def row(self) -> dict[str, Any]:
+        """The fields of `Row` that a program has which does not run."""
+        names = "method", "temporary_bytes", "trace_s", "compile_s"
+        return {name: getattr(self, name) for name in names}
+
 
 def compile_all(run: Run, texts: Sequence[str], alone: bool = False) -> dict[str, Program]:
     """The programs of all ways that compile, side by side or each ``alone``.
@@ -372,10 +378,8 @@ def main(
     """Measures and prints."""
     check_choice(model, CONFIGS, "--model")
     check_choice(attention, get_args(AttentionKernel), "--attention")
-    if compile_only and (json_file or profiles):
-        raise typer.BadParameter(
-            "runs no step; leave --json and --profile out", param_hint="--compile-only"
-        )
+    if compile_only and profiles:
+        raise typer.BadParameter("runs no step; leave --profile out", param_hint="--compile-only")
     kept = kept_runs(json_file)
     join_hosts()  # ahead of all that looks for devices
     texts = sorted(contenders.parts(chosen), key=lambda text: text != "none")
@@ -397,8 +401,10 @@ def main(
         )
         print(line(columns), flush=True)
     programs = compile_all(run, texts, alone=compile_only)
+    if compile_only and first:
+        print(*[line(columns, program) for program in programs.values()], sep="\n")
+        keep(json_file, kept, told, [program.row for program in programs.values()])
     if compile_only:
-        print(*[line(columns, program) for program in programs.values() if first], sep="\n")
         return
     for text in [*programs]:
         try:
@@ -414,10 +420,16 @@ def main(
         rows.append(row)
         if first:
             print(line(columns, row), flush=True)
-        if json_file and first:  # row by row: a command that is cut off leaves what it has
-            about = tables.surroundings(jax.devices())
-            found = {"about": about, "options": told, "rows": [*map(asdict, rows)]}
-            json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
+        if first:  # row by row: a command that is cut off leaves what it has
+            keep(json_file, kept, told, [*map(asdict, rows)])
+
+
+def keep(json_file: Path | None, kept: list[Any], told: dict[str, Any], rows: list[Any]) -> None:
+    """Writes the runs that the file has, and this one."""
+    if json_file is None:
+        return
+    found = {"about": tables.surroundings(jax.devices()), "options": told, "rows": rows}
+    json_file.write_text(json.dumps({"runs": [*kept, found]}, indent=1) + "\n")
 
 
 def failure(text: str, error: Exception) -> str:

@@ -10,6 +10,7 @@ activations of unit variance at every width: embedding 1, matrices 1 / sqrt(inpu
 into the residual stream are divided by sqrt(2 layers), too, and the head by 4.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -334,9 +335,10 @@ def make_stages(config: Config, scanned: bool = False) -> Stages:
     """
     if config.tied:
         raise ValueError("tied=True: the head is the embedding; pass a model with its own head")
-    whole = nnx.eval_shape(lambda: Llama(config, nnx.Rngs(0)))
+    one_block = dataclasses.replace(config, n_layers=1)  # as all the others, and made in less time
+    whole = nnx.eval_shape(lambda: Llama(one_block, nnx.Rngs(0)))
     graphs = {name: nnx.graphdef(getattr(whole, name)) for name in ("embed", "norm", "head")}
-    block_graph = nnx.graphdef(whole.blocks[0])  # of all blocks
+    block_graph = nnx.graphdef(whole.blocks[0])
 
     def embed(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
         x = nnx.merge(graphs["embed"], params)(tokens[:, :-1])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import TILE_ROWS, WireFormat, distortion
-from pallas_kernels.format import plane_shift, planes_of
+from pallas_kernels.format import _groups, plane_shift, planes_of
 
 WIDTHS = range(1, 16)
 LEVELS = ("companded", "piecewise", "geometric", "uniform")
@@ -146,3 +146,11 @@ def test_the_two_step_law_beats_equidistant_levels(width):
     # Finer steps near zero cost squared error elsewhere.
     loss = distortion(WireFormat(levels="companded"), width) / distortion(piecewise, width)
     assert 1.25 < loss < 1.9
+
+
+@pytest.mark.parametrize("levels", [[-2.0, -0.5, 0.0, 0.5, 0.5, 1.0, 2.0], [0.25], [7.0]])
+def test_levels_are_counted_as_by_searchsorted(levels):
+    groups, levels = _groups(32), np.array(levels)
+    assert (groups.t == 1).sum() >= 4096  # a level that values equal
+    expected = np.searchsorted(levels, groups.t, side="right")
+    np.testing.assert_array_equal(groups.levels_up_to(levels), expected)

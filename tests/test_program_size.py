@@ -15,6 +15,7 @@ import dynamiq_jax as dq
 import dynamiq_jax.optax
 from dynamiq_jax.core.compat import inner_jaxprs
 from dynamiq_jax.methods.dynamiq.codec import order_and_tiles
+from pallas_kernels import reference
 
 
 def lines(topology, n_workers, n_leaves=1):
@@ -175,3 +176,21 @@ def test_what_travels_natively_costs_what_it_costs_lax(name, axes):
     own = size_of(partial(getattr(dq, name), axis_name=axes, **options), tree, sizes)
     theirs = size_of(partial(getattr(jax.lax, name), axis_name=axes), tree, sizes)
     assert own <= theirs + 10
+
+
+@pytest.mark.parametrize("dither", [False, True])
+def test_records_of_all_widths_are_written_at_once(dither):
+    """XLA compiles each gather, scatter and reduction for itself, and codes in each reduction."""
+
+    def loops(widths):
+        fmt = reference.WireFormat(widths=widths, dither=dither)
+        words = jax.ShapeDtypeStruct((4, 8, 256), "uint32")
+        tiles, payload = jnp.zeros(4, jnp.int32), jnp.zeros(4 * fmt.tile_words(16), jnp.uint32)
+        values = words.update(dtype=jnp.float32)
+        encode = partial(reference._encode_tiles, payload_words=payload.size, fmt=fmt)
+        encoded = jax.make_jaxpr(encode)(values, tiles, words)
+        decoded = jax.make_jaxpr(partial(reference._decode_tiles, fmt=fmt))(payload, tiles, words)
+        assert equations(encoded.jaxpr, "scatter") == 1
+        return equations(encoded.jaxpr, "gather"), equations(decoded.jaxpr, "gather")
+
+    assert loops((2, 3, 4, 6, 8, 10, 15, 16)) == loops((4,))

@@ -219,9 +219,10 @@ def scanned_table() -> str:
     """Milliseconds and temporaries of ways whose layers are scanned, of two models."""
     found = [
         {row["method"].replace("-checkpoint-scanned", ""): row for row in load(name)["rows"]}
-        for name in ("scanned.json", "scanned_7b.json")
+        for name in ("scanned.json", "scanned_7b.json", "first_step.json")
     ]
-    lines = [("", "1.1 B, ms", "GiB", "7 B, ms", "GiB")]
+    *found, programs = found
+    lines = [("", "1.1 B, ms", "GiB", "first, s", "7 B, ms", "GiB")]
     for way, title in SCANNED_OF.items():
         cells: list[str] = []
         for rows in found:
@@ -230,6 +231,8 @@ def scanned_table() -> str:
             # The steps of 7 B are one sample.
             cells.append(milliseconds(times if rows is found[0] else times[:1]) if times else "")
             cells.append(f"{row['temporary_bytes'] / 2**30:.1f}" if row else "")
+        own = programs.get(way)
+        cells.insert(2, f"{own['trace_s'] + own['compile_s']:.1f}" if own else "")
         lines.append((title, *cells))
     return markdown(lines)
 
@@ -782,7 +785,8 @@ def texts() -> dict[Path, str]:
         "scanned": f"{scanned_table()}\n\n" + caption(
             "scanned", "16 and 32 checkpointed layers, 3,072 tokens per GPU, two hosts of"
             f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B is one sample, without"
-            " `dq.scan` and FSDP with up to 4 GiB more"),
+            " `dq.scan` and FSDP with up to 4 GiB more; first: tracing and compiling on two GPUs,"
+            " XLA's attention"),
         "break-even": break_even_table(),
         "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(

@@ -67,12 +67,16 @@ class TestStepTime:
     def test_programs_alone_run_no_step(self, monkeypatch, tmp_path):
         monkeypatch.setattr(step_time, "measure", None)
         told = ["--ways", METHODS, "--model", "tiny", "--batch", 1, "--compile-only", "--layers", 1]
-        ran = invoke(step_time.main, *told)
+        file = tmp_path / "rows.json"
+        ran = invoke(step_time.main, *told, "--json", file)
         assert ran.exit_code == 0, ran.output
         rows = [row.split() for row in ran.stdout.splitlines() if row.split()[0] in METHODS]
         assert [row[0] for row in rows] == METHODS.split(",")
         assert all(float(figure) > 0 for row in rows for figure in row[2:])
-        refused = invoke(step_time.main, *told, "--json", tmp_path / "rows.json")
+        (run,) = json.loads(file.read_text())["runs"]
+        assert [row["method"] for row in run["rows"]] == METHODS.split(",")
+        assert run["rows"][0]["compile_s"] == pytest.approx(float(rows[0][-1]), abs=0.06)
+        refused = invoke(step_time.main, *told, "--profile", tmp_path)
         assert refused.exit_code == 2 and "runs no step" in plain(refused.output)
 
     def test_layers_of_a_run_are_those_that_are_told(self):
