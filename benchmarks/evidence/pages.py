@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import break_even
+import largest
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
@@ -210,19 +211,28 @@ SCANNED_OF = {
     "zero-explicit:5/2.5": "the same, Explicit axes",
     "zero-pipeline:5/2.5": "`dq.scan`, sharded",
     "zero-dear:5/2.5": "`dq.scan`, sharded, deferred",
-    "fsdp-keep:5/8": "`dq.scan`, FSDP, payloads kept",
+    "xla-fsdp": "FSDP by XLA, bf16",
+    "fsdp:5/8": "`dq.scan`, FSDP",
+    "fsdp-keep:5/8": "the same, payloads kept",
 }
 """Ways with scanned layers, by names of `ways.py` without that."""
 
 
 def scanned_table() -> str:
-    """Milliseconds and temporaries of ways whose layers are scanned, of two models."""
+    """Milliseconds and temporaries of ways whose layers are scanned, of two models.
+
+    The last column has the largest model that fits.
+    """
     found = [
         {row["method"].replace("-checkpoint-scanned", ""): row for row in load(name)["rows"]}
         for name in ("scanned.json", "scanned_7b.json", "first_step.json")
     ]
     *found, programs = found
-    lines = [("", "1.1 B, ms", "GiB", "first, s", "7 B, ms", "GiB")]
+    memory = load("largest.json")
+    depths: dict[str, list[largest.Row]] = {}
+    for row in memory["rows"]:
+        depths.setdefault(row["method"], []).append(largest.Row(**row))
+    lines = [("", "1.1 B, ms", "GiB", "first, s", "7 B, ms", "GiB", "largest, B")]
     for way, title in SCANNED_OF.items():
         cells: list[str] = []
         for rows in found:
@@ -233,7 +243,8 @@ def scanned_table() -> str:
             cells.append(f"{row['temporary_bytes'] / 2**30:.1f}" if row else "")
         own = programs.get(way)
         cells.insert(2, f"{own['trace_s'] + own['compile_s']:.1f}" if own else "")
-        lines.append((title, *cells))
+        fits = way in depths and largest.largest(depths[way], memory["memory_gib"] * 2**30)
+        lines.append((title, *cells, f"{fits / 1e9:.1f}" if fits else ""))
     return markdown(lines)
 
 
@@ -784,9 +795,9 @@ def texts() -> dict[Path, str]:
         "steps": f"{steps_table()}\n\n{steps}",
         "scanned": f"{scanned_table()}\n\n" + caption(
             "scanned", "16 and 32 checkpointed layers, 3,072 tokens per GPU, two hosts of"
-            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B is one sample, without"
-            " `dq.scan` and FSDP with up to 4 GiB more; first: tracing and compiling on two GPUs,"
-            " XLA's attention"),
+            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B one sample, without"
+            " `dq.scan` and FSDP with up to 4 GiB more; first: tracing, compiling on two GPUs,"
+            " XLA's attention; largest: fits 130 GiB, by XLA's analysis"),
         "break-even": break_even_table(),
         "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
@@ -806,8 +817,8 @@ def texts() -> dict[Path, str]:
         "clock": clock_table() + "\n\n" + caption("clock", f"2 × H200; {JAX}"),
         "long": long_table() + "\n\n" + caption(
             "long", "123 M parameters, 64 sequences of 1,024 tokens in a step, one seed, H100 and"
-            " H200, JAX 0.11.2; the text: 80 to 85 M tokens of Python packages and Debian's"
-            " documentation; the command trains on the example's text"),
+            " H200, JAX 0.11.2; 80 to 85 M tokens of Python packages and Debian's documentation"
+            " (`--text`)"),
         "packets": packet_loss_table() + "\n\n" + caption(
             "packets", "1.1 M parameters, 200 steps, 2 seeds, 8 workers, CPU, JAX 0.10.2"),
         "error": error_table() + "\n\n" + caption(

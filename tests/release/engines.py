@@ -103,6 +103,8 @@ class Fault(NamedTuple):
     act: Callable[["Training"], Any]
     options: tuple[Any, ...] = HEARTBEATS
     """Options of the example."""
+    again: bool = True
+    """Whether processes start again under every engine."""
 
 
 def signals(number, *hosts):
@@ -138,7 +140,7 @@ FAULTS = {
     "coordinator killed": Fault(signals(signal.SIGKILL, 0)),
     "all killed": Fault(signals(signal.SIGKILL, 0, 1, 2)),
     "stopped": Fault(signals(signal.SIGSTOP, 1)),
-    "network cut for 10 s": Fault(cut, ()),
+    "network cut for 10 s": Fault(cut, (), False),
     "disk full": Fault(fill, ("--checkpoint-every", 4)),
 }
 
@@ -194,16 +196,17 @@ class Training:
     def until_step(self, step, seconds=180):
         self.machines.until(lambda: self.step() >= step, seconds, self.log)
 
-    def after(self, name, fault, words, seconds=240):
+    def after(self, name, fault, words, seconds=240, *, again=True):
         """Makes a fault; waits for a step that was not taken; prints how long that took.
 
-        ``fault`` may return when the time begins. It also prints the lines of the log that have one
-        of these words. Returns whether processes have started again.
+        ``fault`` may return when the time begins; without ``again`` processes need not start again.
+        It also prints the lines of the log that have one of these words. Returns whether processes
+        have started again.
         """
         reached, began = self.step(), time.time()
         began = fault() or began
-        # A step that had begun before the fault may still end.
-        self.machines.until(lambda: not -1 < self.step() < reached + 2, 120, self.log)
+        goes_on = lambda: not again and self.step() > reached + 1  # one had begun before the fault
+        self.machines.until(lambda: self.step() == -1 or goes_on(), 120, self.log)
         again = self.step() == -1
         self.until_step(reached + 1, seconds)
         print(f"\n{name}: {time.time() - began:.1f} s; again: {again}; {self.lines(words)}")
@@ -216,7 +219,8 @@ class Training:
         """
         self.until_step(8)
         reached = self.step()
-        again = self.after(name, lambda: FAULTS[name].act(self), says)
+        act, _, again = FAULTS[name]
+        again = self.after(name, lambda: act(self), says, again=again)
         assert self.finish() == whole
         starts = re.findall(r"starting after step (\d+), from the memory", self.said())
         assert len(starts) == again

@@ -7,6 +7,7 @@ import classifier
 import finetuned
 import jax
 import jax.numpy as jnp
+import largest
 import numpy as np
 import pages
 import pytest
@@ -334,3 +335,13 @@ def test_tables_have_rows_of_all_runs_beside_bf16(monkeypatch):
     first = ["exact mean, f32", "5.00", "50.00 ± 0.00", "", "112.50 (-46.33 to 271.33)"]
     assert top1[1] == first
     assert top1[3][2:] == ["44.5 ± 4.5", "−5.5 ± 4.5", "99.00 (86.29 to 111.71)"]
+
+
+def test_the_largest_model_takes_the_memory_that_there_is():
+    rows = [largest.row_of("zero:5/2.5", n, "xla", model="tiny") for n in (2, 4)]
+    third = largest.row_of("zero:5/2.5", 8, "xla", model="tiny")
+    assert rows[0].state_bytes < rows[1].state_bytes < third.state_bytes
+    fits = largest.largest(rows, third.memory)
+    assert abs(fits / third.parameters - 1) < 0.1  # activations of a small model are uneven
+    psum = [largest.row_of("bf16-psum", n, "xla", model="tiny") for n in (2, 4)]
+    assert largest.largest(psum, third.memory) < fits
