@@ -199,7 +199,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     """Sends the leaves of a tree to all workers by one kernel, which writes to their memory.
 
     It runs on the stream of all other kernels. So they wait for it, and not for copy engines.
-    Workers are GPUs of one process under `jax.shard_map`.
+    Workers are GPUs under `jax.shard_map`, of one process or of several of one host.
 
     Args:
       tree: arrays of any dtype but bool: [n, ...] for n workers, or [...] that all of them get.

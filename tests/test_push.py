@@ -276,3 +276,32 @@ def test_explanations_say_which_sums_push(nvlink):
     assert "sums of up to 1 MiB by one push kernel for each bucket" in said.defaults
     assert said.rows[0].route == "compressed"
     assert not dq.explain(tree, 2, verbose=False, compression=dq.BF16()).defaults
+
+
+@pytest.mark.parametrize("transport", daily(["push", "collectives"], ["push"]))
+def test_explanations_of_steps_have_plans_that_only_push(transport, monkeypatch):
+    """Kernels are no collectives, so there is nothing of them in the compiled program."""
+
+    def moved(tree, axes, *, to_all):
+        return jax.tree.map(lambda x: jnp.stack([x] * 2) if to_all else x, tree)
+
+    monkeypatch.setattr(pk, "exchange", moved)
+    route = dq.Direct(transport=transport)
+    method = dq.Compression(
+        dq.contrib.MinMax(), topology=route, min_bucket_size=1, min_leaf_size=1, exclude="exact"
+    )
+    reduce = jax.shard_map(
+        lambda tree: dq.psum(tree, "data", key=jax.random.key(0), compression=method),
+        mesh=auto_mesh(2), in_specs=P("data"), out_specs=P(),
+    )  # fmt: skip
+    # Exact leaves, which take less or more bytes than payloads.
+    for size in (0, 2**16):
+        shapes = {"exact": 2 * size, "other": 2**16}
+        tree = {name: jax.ShapeDtypeStruct((n,), jnp.float32) for name, n in shapes.items() if n}
+        said = dq.explain(jax.jit(reduce), tree, verbose=False)
+        (run,) = said.plans
+        assert run.times == 1 and run.sent_bytes == run.plan.sent_bytes > 4 * size
+        assert said.agrees and said.sent_bytes == run.sent_bytes
+        assert said.pushes == (transport == "push")
+        pushed = run.plan.sent_bytes - 4 * size if transport == "push" else 0
+        assert abs(said.program_bytes + pushed - said.sent_bytes) <= 0.02 * said.sent_bytes

@@ -89,6 +89,17 @@ class Route:
             return None
         return dataclasses.replace(cast(Topology, self.topology), transport="push", streams=1)
 
+    @property
+    def only_pushes(self) -> bool:
+        """Whether push kernels send payloads as told; these are no collectives of a program."""
+        levels = () if self.topology is None else self.topology.levels(self.sizes)[:2]
+        return any(level is not None and level.transport == "push" for level in levels)
+
+    @property
+    def pushes(self) -> bool:
+        """Whether push kernels may send payloads, or collectives in their place."""
+        return self.only_pushes or self.pushed is not None
+
     def by(self, method: Method) -> "Route":
         """This route with another method."""
         runner = method

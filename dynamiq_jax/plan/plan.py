@@ -150,6 +150,19 @@ class Plan(NamedTuple):
         told = "\n".join(map(repr, own))
         return f"{SCOPE}{zlib.crc32(told.encode()):08x}"
 
+    @property
+    def asked_bytes(self) -> float:
+        """Bytes of them, without a key, that a traced program sends by collectives."""
+        asked = self._replace(keyed=False)
+        pushed = {number for number, x in enumerate(self.buckets) if x.route.only_pushes}
+        apart = sum(move.sent_bits for move in asked.moves if move.bucket in pushed)
+        return asked.sent_bytes - apart / 8
+
+    @property
+    def pushes(self) -> bool:
+        """Whether push kernels may send payloads; these are no collectives of a program."""
+        return any(bucket.route.pushes for bucket in self.buckets)
+
     def seeds(self, words: Array | None) -> list[Any]:
         """The seed of every bucket (`core.axis.Seed`), from a key's words if there is a key."""
         return bucket_seeds(words, [bucket.tag for bucket in self.buckets])

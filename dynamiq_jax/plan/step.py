@@ -46,11 +46,6 @@ class PlanRun:
         moves = (move for move in self.plan.moves if move.bucket is None)
         return 0.0 if self.plan.by_jax else self.times * sum(x.sent_bits for x in moves) / 8
 
-    @property
-    def pushes(self) -> bool:
-        """Whether push kernels may send the payloads: they are no collectives of the program."""
-        return any(bucket.route.pushed for bucket in self.plan.buckets)
-
 
 @dataclass(frozen=True, slots=True)
 class Other:
@@ -106,7 +101,7 @@ class StepExplanation:
     @property
     def pushes(self) -> bool:
         """Whether push kernels may send payloads: they are no collectives of the program."""
-        return any(run.pushes for run in self.plans)
+        return any(run.plan.pushes for run in self.plans)
 
     @property
     def agrees(self) -> bool:
@@ -148,7 +143,7 @@ def explain_step(
     widens = bool(devices) and devices[0].platform == "cpu"
     runs, widened = [], 0.0
     for scope, plan in plans.items():
-        narrow, once = asked[scope, True], plan._replace(keyed=False).sent_bytes
+        narrow, once = asked[scope, True], plan.asked_bytes
         whole = asked[scope, False] + narrow
         times = _times(plan, whole, whole + widens * narrow, compiled_to[scope])
         exactly = whole / once if once else 1.0
@@ -163,7 +158,7 @@ def explain_step(
     # XLA joins small sums of plans with others under one name, whose plan then sends more.
     joined = sum(compiled_to[scope] for scope in plans) - widened
     joined -= sum(run.sent_bytes for run in runs)
-    if joined > 0 and not any(run.pushes for run in runs):
+    if joined > 0 and not any(run.plan.pushes for run in runs):
         others += (Other("all-reduce", "joined by XLA with sums of plans", "", 1, joined),)
     unplanned = sum(x.sent_bytes for x in others)
     sent = sum(run.sent_bytes for run in runs) + unplanned
@@ -202,11 +197,11 @@ def _times(plan: Plan, asked: float, as_compiled: float, compiled: float) -> int
     without payloads runs as often as was asked for, and another one as often as in the program.
     """
     # Samples for a seed are asked for, and XLA leaves them out if the seed is a key's.
-    once = plan._replace(keyed=False).sent_bytes
+    once = plan.asked_bytes
     times = asked / once if once else 1.0
     routes = [bucket.route for bucket in plan.buckets]
     payloads = any(route.topology is not None for route in routes)
-    if payloads and asked and not any(route.pushed for route in routes):
+    if payloads and asked and not plan.pushes:
         times *= min(compiled / as_compiled, 1.0)  # more: joined with those of others
     return max(round(times), 1)
 
@@ -279,7 +274,9 @@ def _lines(told: StepExplanation) -> list[str]:
             "plans say."
         )
     if told.pushes:
-        lines.append("Push kernels send the payloads of some plans, where it is faster.")
+        lines.append(
+            "Push kernels send payloads of some plans; they are no collectives of the program."
+        )
     lines += lines_of_defaults(x for run in told.plans for x in run.plan.defaults)
     if natives:
         lines += ["", "Leaves that travel natively:"]

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 
 from dynamiq_jax.core.compat import inner_jaxprs, name_of, with_constants
 from dynamiq_jax.jaxprs.primitives import MAP, MARK, SUMS, collective_of
-from dynamiq_jax.plan.plan import scope_of
+from dynamiq_jax.plan.plan import known, scope_of
 
 Sent = collections.Counter[tuple[str, bool]]
 """Bytes that one worker sends, by scope ('': none), and by whether they are floats of 16 bits,
@@ -33,8 +33,9 @@ def bytes_by_scope(jaxpr: Any) -> Sent:
         for equation in with_constants(jaxpr)[0].eqns:
             told = scope_of(str(equation.source_info.name_stack))
             own = scope if told is None else told
-            if name_of(equation) == MARK:
-                found[own, False] += 0  # the mark of a plan of sums by JAX itself
+            # The mark of a plan of sums by JAX itself, or push kernels, which are no collectives.
+            if name_of(equation) == MARK or any(x.pushes for x in known([own]).values()):
+                found[own, False] += 0
             if collective_of(name_of(equation)) is not None:
                 for atom in equation.invars:
                     dtype = atom.aval.dtype  # type: ignore[attr-defined]
