@@ -133,7 +133,7 @@ def main() -> None:
     me = int(os.environ["HOST_ID"])
     jax.distributed.initialize(os.environ["COORDINATOR"], 2, me, local_device_ids=[me])
     say = (lambda line: print(json.dumps(line), flush=True)) if me == 0 else lambda line: None
-    mesh = jax.make_mesh((2,), ("data",))
+    mesh = dq.make_mesh((2,), ("data",))
     say(comparison(mesh))
     for mib in sizes:
         x = put(mesh, partial(jax.random.normal, dtype=jnp.bfloat16), mib * 2**19)
