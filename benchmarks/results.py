@@ -158,9 +158,13 @@ LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
 FIRST = (
     "bf16-zero,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,xla-fsdp,fsdp:5/8,fsdp-keep:5/8"
 )
-SCANNED, LARGE, FIRST = (
+LARGEST = (
+    "bf16-psum,bf16-zero,auto:5,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,xla-fsdp,"
+    "fsdp:5/8,fsdp-keep:5/8"
+)
+SCANNED, LARGE, FIRST, LARGEST = (
     ",".join(re.sub(":|$", r"-checkpoint-scanned\g<0>", way, count=1) for way in ways.split(","))
-    for ways in (SCANNED, LARGE, FIRST)
+    for ways in (SCANNED, LARGE, FIRST, LARGEST)
 )
 TWO, ROOTED = "2 GPUs", "root and 2 GPUs"
 HOSTS = "python benchmarks/hosts.py --hosts 2 --rate {rate} --gpus 1 -- "
@@ -193,7 +197,8 @@ TABLES: dict[str, list[Job]] = {
                   ROOTED)._replace(file="scanned.json", take=scanned),
         step_time("", HOSTS.replace("{rate}", "25gbit"), f"--samples 1 --steps 3 --ways {LARGE}",
                   ROOTED, "7b")._replace(file="scanned_7b.json", take=scanned),
-        Job("largest.json", TWO, "python benchmarks/evidence/largest.py --json {json}", whole),
+        Job("largest.json", TWO, "python benchmarks/evidence/largest.py --json {json}"
+            f" --ways {LARGEST}", whole),
         # A process for each: later ways would find parts of earlier ones traced, and kernels tuned.
         *[Job("first_step.json", TWO, "python benchmarks/step_time.py --json {json} --model 1b"
               f" --compile-only --ways {way}", scanned) for way in FIRST.split(",")],

@@ -1,8 +1,9 @@
 """The largest model that fits a GPU, by ways: XLA's memory of steps at two depths.
 
-    python benchmarks/evidence/largest.py --json FILE  # two GPUs; compiles, and runs no step
+    python benchmarks/evidence/largest.py --ways zero-checkpoint-scanned:5/2.5  # compiles alone
 
-Layers are those of 7 B parameters, scanned and checkpointed. A step's memory is what it takes, what
+It takes the GPUs of the mesh: two for the table, whose ways `make results ONLY=scanned` names.
+Layers are those of 7 B parameters. A step's memory is what it takes, what
 it makes beyond that, and XLA's temporaries; each layer adds the same. NCCL and CUDA take some GiB
 beside it, so ``--memory`` is less than a GPU has.
 """
@@ -24,10 +25,6 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 import step_time
 import ways
 
-NAMES = (
-    "bf16-psum,bf16-zero,auto:5,dp:5,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,xla-fsdp,"
-    "fsdp:5/8,fsdp-keep:5/8"
-)
 DEPTHS = 32, 64
 BATCH = 3
 
@@ -53,9 +50,7 @@ class Row:
 def row_of(name: str, layers: int, attention: Any, model: str = "7b") -> Row:
     """Compiles the step of a way."""
     run = step_time.make_run(model, batch=BATCH, attention=attention, layers=layers)
-    head, _, methods = name.partition(":")
-    text = f"{head}-checkpoint-scanned" + (f":{methods}" if methods else "")
-    way = ways.make_way(text, run.training)
+    way = ways.make_way(name, run.training)
     found = ways.lower(way, way.like, run.tokens(way)).compile().memory_analysis()
     own = found.output_size_in_bytes - found.alias_size_in_bytes
     return Row(
@@ -74,7 +69,7 @@ def largest(rows: Sequence[Row], memory: float) -> float:
 
 
 def main(
-    names: Annotated[str, typer.Option("--ways", help="Names of `ways.py`.")] = NAMES,
+    names: Annotated[str, typer.Option("--ways", help="Names of `ways.py`.")],
     memory: Annotated[float, typer.Option(help="GiB of a GPU for a step.")] = 130,
     attention: Annotated[str, typer.Option(help="As of step_time.py.")] = "cudnn",
     json_file: Annotated[Path | None, typer.Option("--json", help="Rows land here.")] = None,
@@ -86,7 +81,7 @@ def main(
         fits = largest(rows, memory * 2**30)
         found += [dataclasses.asdict(row) for row in rows]
         gib = ", ".join(f"{row.layers} layers {row.memory / 2**30:.1f} GiB" for row in rows)
-        print(f"{name:24} {fits / 1e9:5.1f} B; {gib}", flush=True)
+        print(f"{name:42} {fits / 1e9:5.1f} B; {gib}", flush=True)
         if json_file:
             about = tables.surroundings(jax.devices())
             kept = {"about": about, "attention": attention, "memory_gib": memory, "rows": found}

@@ -223,28 +223,27 @@ def scanned_table() -> str:
 
     The last column has the largest model that fits.
     """
-    found = [
-        {row["method"].replace("-checkpoint-scanned", ""): row for row in load(name)["rows"]}
-        for name in ("scanned.json", "scanned_7b.json", "first_step.json")
-    ]
-    *found, programs = found
-    memory = load("largest.json")
-    depths: dict[str, list[largest.Row]] = {}
-    for row in memory["rows"]:
-        depths.setdefault(row["method"], []).append(largest.Row(**row))
+    by_way: list[dict[str, list[Any]]] = []
+    for name in ("scanned.json", "scanned_7b.json", "first_step.json", "largest.json"):
+        by_way.append({})
+        for row in load(name)["rows"]:
+            by_way[-1].setdefault(row["method"].replace("-checkpoint-scanned", ""), []).append(row)
+    *timed, programs, depths = by_way
+    memory = load("largest.json")["memory_gib"] * 2**30
     lines = [("", "1.1 B, ms", "GiB", "first, s", "7 B, ms", "GiB", "largest, B")]
     for way, title in SCANNED_OF.items():
         cells: list[str] = []
-        for rows in found:
-            row = rows.get(way, {})
+        for rows in timed:
+            (row,) = rows.get(way, [{}])
             times = [f"{row[k]:.1f}" for k in ("step_ms", "p10_ms", "p90_ms") if k in row]
             # The steps of 7 B are one sample.
-            cells.append(milliseconds(times if rows is found[0] else times[:1]) if times else "")
+            cells.append(milliseconds(times if rows is timed[0] else times[:1]) if times else "")
             cells.append(f"{row['temporary_bytes'] / 2**30:.1f}" if row else "")
-        own = programs.get(way)
+        (own,) = programs.get(way, [None])
         cells.insert(2, f"{own['trace_s'] + own['compile_s']:.1f}" if own else "")
-        fits = way in depths and largest.largest(depths[way], memory["memory_gib"] * 2**30)
-        lines.append((title, *cells, f"{fits / 1e9:.1f}" if fits else ""))
+        sizes = [largest.Row(**row) for row in depths.get(way, [])]
+        cells.append(f"{largest.largest(sizes, memory) / 1e9:.1f}" if sizes else "")
+        lines.append((title, *cells))
     return markdown(lines)
 
 
