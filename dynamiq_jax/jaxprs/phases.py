@@ -28,7 +28,7 @@ from jax.extend.core import JaxprEqn, Literal
 
 from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, VIEWS, collective_of
+from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, FILLS, VIEWS, collective_of
 from dynamiq_jax.jaxprs.walk import interpret, within
 
 SMALL = 2**15
@@ -242,12 +242,27 @@ def _computation(
     operations: Sequence[Operation], sources: Iterable[Slot], number: int
 ) -> Computation:
     """The computation before a round."""
+    fills = {slot: op for op in _fills(operations) for slot in op.makes}
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
-    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
-    others = (op.takes for op in operations if (op.round, op.moves) != (number, False))
+    here = {op.makes for op in own}
+    needed = slots(itertools.chain(*(op.takes for op in own)))
+    # Backwards through all that these arrays are made of.
+    filled: dict[tuple[Slot, ...], Operation] = {}
+    while needed:
+        if (op := fills.get(needed.pop())) is not None and op.makes not in here | filled.keys():
+            filled = {op.makes: op} | filled
+            needed += slots(op.takes)
     made = {slot for op in own for slot in op.makes}
+    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
+    others = (op for op in operations if (op.round, op.moves) != (number, False))
+    # Another computation fills its arrays itself.
+    left = (
+        slot for op in others for slot in slots(op.takes) if op.moves or slot not in fills
+    )
+    own = [*filled.values(), *own]
+    makes = {slot for op in own for slot in op.makes}
     taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
-    leaves = sorted(made.intersection(slots(itertools.chain(*others, sources))))
+    leaves = sorted(made.intersection(itertools.chain(left, sources)))
 
     @jax.jit
     def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
@@ -255,7 +270,22 @@ def _computation(
         run(own, values)
         return {slot: values[slot] for slot in leaves}
 
-    return Computation(tuple(slot for slot in taken if slot not in made), compute)
+    return Computation(tuple(slot for slot in taken if slot not in makes), compute)
+
+
+def _fills(operations: Iterable[Operation]) -> list[Operation]:
+    """Operations that fill arrays, as with zeros.
+
+    Each round that takes such an array makes it: from round to round a layer's worth of zeros would
+    stay in memory, and go along with what a loop carries.
+    """
+    made: set[Slot] = set()
+    found = []
+    for op in operations:
+        if name_of(op.equation) in FILLS and made.issuperset(slots(op.takes)):
+            made.update(op.makes)
+            found.append(op)
+    return found
 
 
 def _without_late(
@@ -372,6 +402,14 @@ class Progress:
         same = Progress(self._traced, values, list(self._waits), self._round)
         same.computed = self.computed
         return same
+
+    def beyond(self, fresh: "Progress") -> dict[Slot, Array]:
+        """Those of `held` that ``fresh`` lacks, the same call of which nothing has run."""
+        return {slot: x for slot, x in self.held.items() if slot not in fresh._values}
+
+    def again(self, fresh: "Progress", beyond: Mapping[Slot, Array]) -> "Progress":
+        """A call in the same state: with the arguments of ``fresh``, and with its `beyond`."""
+        return self.holding({**fresh._values, **beyond})
 
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call with this `payload`; its last kernels have not run."""

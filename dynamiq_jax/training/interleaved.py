@@ -283,16 +283,24 @@ def announce(coming: Progress | None, following: Progress | None, passing: Any) 
 
 
 def arrive(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, which waits for what was sent; then the gather's last kernels.
+    """``passing``, which waits for what was sent; then the gather's last kernels."""
+    if progress is None or progress.done:
+        return passing
+    passing = land(progress, passing)
+    progress.compute()
+    return passing
+
+
+def land(progress: Progress, passing: Any) -> Any:
+    """``passing``, which waits for what was sent; the gather's last kernels have not run.
 
     Rounds after the payload's come first: over links inside of a host these take little.
     """
-    while progress is not None and not progress.done:
+    while progress.rounds_left:
         passing = hold([progress], passing)
         progress.compute()
-        if not progress.done:
-            progress.exchange()
-    return passing
+        progress.exchange()
+    return hold([progress], passing)
 
 
 def without(pull: Callable, known: Any) -> Callable:
