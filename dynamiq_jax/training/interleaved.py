@@ -167,6 +167,8 @@ class Pipeline:
         small = SMALL if seeds is None else 0
         seeds = seeds or self._seeds
         begun = self._traces.start(reducer.reduce, own, seeds, number, alike, small=small)
+        # Its statistics need nothing that is on its way.
+        begun.compute()
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
@@ -235,7 +237,8 @@ class Pipeline:
     def _compute(self, moving: Sequence[Progress]) -> list[Progress]:
         """Runs what has arrived on its way; returns those that go on."""
         for progress in moving:
-            progress.compute()
+            if not progress.computed:
+                progress.compute()
         self._done += [progress for progress in moving if progress.done and progress.ready]
         return [progress for progress in moving if not progress.done]
 
