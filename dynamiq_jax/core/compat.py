@@ -313,6 +313,11 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
     return jax.core.eval_jaxpr(alone, (), *given.values())
 
 
+def evaluate_on(equation: JaxprEqn, x: Array) -> Sequence[Any]:
+    """The results of an equation without programs in it, for an operand of another shape."""
+    return equation.primitive.bind(x, **equation.params)
+
+
 def evaluate_all(
     equations: Sequence[JaxprEqn], known: dict[Any, Any], results: Sequence[Any]
 ) -> Sequence[Any]:

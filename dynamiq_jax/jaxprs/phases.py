@@ -23,10 +23,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of
+from dynamiq_jax.core.compat import evaluate, evaluate_on, inner_jaxprs, name_of, varying_axes
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, FILLS, VIEWS, collective_of
 from dynamiq_jax.jaxprs.walk import interpret, within
@@ -102,6 +103,31 @@ def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
         with jax.named_scope(op.scope) if op.scope else contextlib.nullcontext():
             made = evaluate(op.equation, *map(read, op.takes))
         values.update(zip(op.makes, made, strict=True))
+
+
+def _run_sums(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
+    """As `run`; all-reduces of small arrays join, since each costs the network's latency."""
+    groups: dict[Any, list[Operation]] = {}
+    for op in operations:
+        equation = op.equation
+        alike: Any = op.makes
+        if collective_of(name_of(equation)) == "psum" and len(op.makes) == 1 == len(slots(op.takes)):
+            (x,) = (values[slot] for slot in slots(op.takes))
+            told = sorted((name, str(value)) for name, value in equation.params.items())
+            alike = name_of(equation), *told, op.scope, x.dtype, varying_axes(x)
+        groups.setdefault(str(alike), []).append(op)
+    for alike in groups.values():
+        if len(alike) == 1:
+            run(alike, values)
+            continue
+        (takes, makes) = zip(*((*slots(op.takes), *op.makes) for op in alike), strict=True)
+        arrays = [values[slot] for slot in takes]
+        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+        with jax.named_scope(alike[0].scope) if alike[0].scope else contextlib.nullcontext():
+            (total,) = evaluate_on(alike[0].equation, flat)
+        parts = jnp.split(total, list(itertools.accumulate(x.size for x in arrays))[:-1])
+        for slot, part, x in zip(makes, parts, arrays, strict=True):
+            values[slot] = part.reshape(x.shape)
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
@@ -448,7 +474,10 @@ class Progress:
     def exchange(self) -> None:
         """Runs the next round of collectives."""
         moves = self._traced.rounds[self._round]
-        run(moves, self._values)
+        if self.light_left:
+            _run_sums(moves, self._values)
+        else:
+            run(moves, self._values)
         self._waits = [slot for op in moves for slot in op.makes]
         self._round += 1
         self.computed = False

@@ -184,8 +184,12 @@ class Pipeline:
         one round beside the whole loop.
         """
         # Outside of the loop, so that what the loop carries is a payload in each turn.
-        begun.prepare()
         others = [progress for progress in self._ready if progress is not begun]
+        if begun.light_left:
+            begun.exchange()
+            # Statistics go first: the loop's first payload is then encoded beside those of others.
+            hold([begun, *others], None)
+        begun.prepare()
         for progress in others:
             progress.exchange()
         self._ready = []
