@@ -315,7 +315,8 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
 
 def evaluate_on(equation: JaxprEqn, x: Array) -> Sequence[Any]:
     """The results of an equation without programs in it, for an operand of another shape."""
-    return equation.primitive.bind(x, **equation.params)
+    found = equation.primitive.bind(x, **equation.params)
+    return found if equation.primitive.multiple_results else [found]
 
 
 def evaluate_all(

@@ -105,29 +105,33 @@ def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
         values.update(zip(op.makes, made, strict=True))
 
 
-def _run_sums(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
-    """As `run`; all-reduces of small arrays join, since each costs the network's latency."""
+def _run_light(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
+    """As `run`; equal sums of small arrays are one: each would take the network's latency."""
     groups: dict[Any, list[Operation]] = {}
     for op in operations:
-        equation = op.equation
-        alike: Any = op.makes
-        if collective_of(name_of(equation)) == "psum" and len(op.makes) == 1 == len(slots(op.takes)):
-            (x,) = (values[slot] for slot in slots(op.takes))
-            told = sorted((name, str(value)) for name, value in equation.params.items())
-            alike = name_of(equation), *told, op.scope, x.dtype, varying_axes(x)
-        groups.setdefault(str(alike), []).append(op)
-    for alike in groups.values():
-        if len(alike) == 1:
-            run(alike, values)
+        groups.setdefault(_joins(op, values), []).append(op)
+    for own in groups.values():
+        if len(own) == 1:
+            run(own, values)
             continue
-        (takes, makes) = zip(*((*slots(op.takes), *op.makes) for op in alike), strict=True)
-        arrays = [values[slot] for slot in takes]
-        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
-        with jax.named_scope(alike[0].scope) if alike[0].scope else contextlib.nullcontext():
-            (total,) = evaluate_on(alike[0].equation, flat)
-        parts = jnp.split(total, list(itertools.accumulate(x.size for x in arrays))[:-1])
-        for slot, part, x in zip(makes, parts, arrays, strict=True):
-            values[slot] = part.reshape(x.shape)
+        arrays = [values[slot] for op in own for slot in slots(op.takes)]
+        ends = list(itertools.accumulate(x.size for x in arrays))
+        with jax.named_scope(own[0].scope) if own[0].scope else contextlib.nullcontext():
+            flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+            (total,) = evaluate_on(own[0].equation, flat)
+        parts = jnp.split(total, ends[:-1])
+        for op, x, part in zip(own, arrays, parts, strict=True):
+            values.update(zip(op.makes, [part.reshape(x.shape)], strict=True))
+
+
+def _joins(op: Operation, values: Mapping[Slot, Any]) -> Any:
+    """Equal for operations that can be one sum of all their arrays."""
+    takes = slots(op.takes)
+    if collective_of(name_of(op.equation)) != "psum" or not len(takes) == len(op.takes) == 1:
+        return op.makes
+    x, params = values[takes[0]], op.equation.params.items()
+    told = sorted((name, str(value)) for name, value in params)
+    return name_of(op.equation), tuple(told), op.scope, x.dtype, varying_axes(x)
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
@@ -268,27 +272,24 @@ def _computation(
     operations: Sequence[Operation], sources: Iterable[Slot], number: int
 ) -> Computation:
     """The computation before a round."""
-    fills = {slot: op for op in _fills(operations) for slot in op.makes}
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
-    here = {op.makes for op in own}
-    needed = slots(itertools.chain(*(op.takes for op in own)))
-    # Backwards through all that these arrays are made of.
-    filled: dict[tuple[Slot, ...], Operation] = {}
-    while needed:
-        if (op := fills.get(needed.pop())) is not None and op.makes not in here | filled.keys():
-            filled = {op.makes: op} | filled
-            needed += slots(op.takes)
     made = {slot for op in own for slot in op.makes}
-    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
-    others = (op for op in operations if (op.round, op.moves) != (number, False))
+    fills = {slot: op for op in _fills(operations) for slot in op.makes}
     # Another computation fills its arrays itself.
-    left = (
-        slot for op in others for slot in slots(op.takes) if op.moves or slot not in fills
-    )
-    own = [*filled.values(), *own]
-    makes = {slot for op in own for slot in op.makes}
-    taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
+    others = (op for op in operations if (op.round, op.moves) != (number, False))
+    left = (x for op in others for x in slots(op.takes) if op.moves or x not in fills)
+    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
     leaves = sorted(made.intersection(itertools.chain(left, sources)))
+    needed = slots(itertools.chain(*(op.takes for op in own)))
+    filled: list[Operation] = []
+    while needed:
+        slot = needed.pop()
+        if slot in fills and slot not in made:
+            filled.append(fills[slot])
+            made.update(fills[slot].makes)
+            needed += slots(fills[slot].takes)
+    own = sorted([*filled, *own], key=lambda op: op.makes)
+    taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
 
     @jax.jit
     def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
@@ -296,7 +297,7 @@ def _computation(
         run(own, values)
         return {slot: values[slot] for slot in leaves}
 
-    return Computation(tuple(slot for slot in taken if slot not in makes), compute)
+    return Computation(tuple(slot for slot in taken if slot not in made), compute)
 
 
 def _fills(operations: Iterable[Operation]) -> list[Operation]:
@@ -430,7 +431,7 @@ class Progress:
         return same
 
     def beyond(self, fresh: "Progress") -> dict[Slot, Array]:
-        """Those of `held` that ``fresh`` lacks, the same call of which nothing has run."""
+        """The values of `held` that ``fresh`` lacks, the same call of which nothing has run."""
         return {slot: x for slot, x in self.held.items() if slot not in fresh._values}
 
     def again(self, fresh: "Progress", beyond: Mapping[Slot, Array]) -> "Progress":
@@ -475,7 +476,7 @@ class Progress:
         """Runs the next round of collectives."""
         moves = self._traced.rounds[self._round]
         if self.light_left:
-            _run_sums(moves, self._values)
+            _run_light(moves, self._values)
         else:
             run(moves, self._values)
         self._waits = [slot for op in moves for slot in op.makes]

@@ -338,7 +338,7 @@ class _Ahead:
         self._arrived = mine.arrived(mine.payload)
         self._ready = self._prepared(current, min(1, self._last))
         self.state = self.landed(self._arrived, (self._ready, current))
-        """What the first turn takes."""
+        """The state that the first turn takes."""
 
     def turn(self, state: Any, x: Any, t: Any) -> tuple[Progress, Progress, Any, Any]:
         """The next step's gather, on its way; this one's, which is over; x; what `landed` takes."""
@@ -353,7 +353,7 @@ class _Ahead:
         return coming, own, x, (following, current)
 
     def landed(self, coming: Progress, state: tuple[Progress, Any]) -> Any:
-        """What the next turn takes, once the payload has arrived."""
+        """The state that the next turn takes, once the payload has arrived."""
         following, current = state
         return coming.beyond(self._fresh), following.beyond(self._fresh), current
 
