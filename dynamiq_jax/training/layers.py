@@ -12,7 +12,8 @@ forward pass runs, of L layers::
                after the loop: the payload of step 0 travels beside the function before the scan
 
     forward with gathers (FSDP, pending differences): before the loop: the parameters of step 0
-               loop, t = 0 ... L - 2: those of step t + 1 are gathered beside step t
+               loop, t = 0 ... L - 2: those of step t + 1 travel beside step t, whose own are
+                   decoded and those of step t + 2 encoded meanwhile (`_Ahead`)
                step L - 1, after the loop: the next function's parameters are gathered beside it
     backward with gathers: the same way back; step 0 is after the loop
 
