@@ -422,7 +422,7 @@ class Compression(Options):
         exact.sort(key=lambda entry: entry[0].index)
         if kind != "all-reduce":
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]
-        natives = tuple(Native(leaf, why, leaf.dtype) for leaf, why in exact)
+        natives = tuple(Native.of(kind, leaf, why) for leaf, why in exact)
         found = tuple(buckets), natives, tuple(methods), keyed, tuple(apart), tuple(defaults)
         limited = (self.min_bucket_size, self.min_bucket_bytes) != (None, None)
         return Plan(kind, sizes, *found, limited=limited)
