@@ -14,6 +14,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -197,6 +198,24 @@ class Block(nnx.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+def make_blocks(config: Config, rngs: nnx.Rngs) -> list[Block]:
+    """The blocks, with the weights of as many calls of `Block` one after the other.
+
+    A loop draws them, so that compilation takes as long for one as for all: XLA merges the draws of
+    one shape into one GPU kernel, and those of twelve layers would take it a minute.
+    """
+
+    @nnx.scan(in_axes=nnx.Carry, out_axes=(nnx.Carry, 0), length=config.n_layers)
+    def draw(rngs: nnx.Rngs) -> tuple[nnx.Rngs, Block]:
+        return rngs, Block(config, rngs)
+
+    _, stacked = draw(rngs)
+    definition, state = nnx.split(stacked)
+    return [
+        nnx.merge(definition, jax.tree.map(itemgetter(i), state)) for i in range(config.n_layers)
+    ]
+
+
 class Llama(nnx.Module):
     """Token ids ``int32[batch, seq]`` to next-token logits ``[batch, seq, vocab]``."""
 
@@ -206,9 +225,9 @@ class Llama(nnx.Module):
             config.vocab_size, config.dim, dtype=config.dtype, rngs=rngs,
             embedding_init=nnx.initializers.normal({"gpt2": 0.02, "unit": 1.0}[config.init]),
         )  # fmt: skip
-        # A Python loop, not a scan: every layer's gradient is ready as soon as its backward is
-        # done, so its all-reduce can overlap with the layers below.
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.n_layers)])
+        # A list, not a stack: every layer's gradient is ready as soon as its backward is done, so
+        # its all-reduce can overlap with the layers below.
+        self.blocks = nnx.List(make_blocks(config, rngs))
         self.norm = make_norm(config, rngs)
         head_scale = {"gpt2": 1.0, "unit": 0.25}[config.init]
         self.head = (

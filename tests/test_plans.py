@@ -93,6 +93,27 @@ def test_a_plan_in_a_scan_runs_as_often_as_the_scan():
     assert [run.times for run in found.plans] == [3]
 
 
+def test_what_xla_drops_is_told_as_sent_by_no_plan():
+    """Nobody reads a sum, and a gather repeats another one, of payloads or natively."""
+
+    def repeats(x):
+        dq.psum(2 * x, "data", compression=CHEAP)
+        natively = [dq.all_gather(x, "data", compression=dq.BF16()) for _ in range(2)]
+        return sum(natively)[0] + dq.all_gather(x, "data", compression=CHEAP)[0]
+
+    found = dq.explain(*mapped(repeats, (4 * 8192,)), verbose=False)
+    check(found, most_other=0)
+    assert [(run.plan.kind, run.times) for run in found.plans] == [("all-gather", 1)] * 2
+
+
+def test_bools_are_summed_as_the_numbers_that_jax_makes_of_them():
+    step, x = mapped(lambda x: dq.psum(x > 0, "data"), (4 * 8192,))
+    found = dq.explain(step, x, verbose=False)
+    check(found, most_other=0)
+    tree = jax.ShapeDtypeStruct((8192,), jnp.bool_)
+    assert dq.explain(tree, 4, verbose=False).wire_bytes == found.program_bytes
+
+
 def test_a_program_that_sends_more_or_less_than_its_plans_is_told(monkeypatch):
     """The user's own psum is a row; a plan that is too cheap or too dear is named."""
 

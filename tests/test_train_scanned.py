@@ -11,7 +11,8 @@ import train_llm
 import train_scanned
 from asserts import assert_copies_equal
 from cases import daily
-from llm_model import make_loss, make_stages
+from flax import nnx
+from llm_model import Block, make_blocks, make_loss, make_stages
 from small_llm import CONFIG as SMALL
 from small_llm import sequences
 
@@ -76,3 +77,14 @@ def test_stacked_layers_train_as_plain_jax_does(way, bits):
     assert (found[1:] != expected[1:]) or bits == "exact"
     if way != "fsdp":
         assert_copies_equal(read(params, state))
+
+
+def test_a_loop_draws_the_layers_that_would_follow_each_other():
+    config = replace(CONFIG, n_layers=3)
+    rngs, looped = (nnx.Rngs(7) for _ in range(2))
+    one_by_one = [Block(config, rngs) for _ in range(config.n_layers)]
+    blocks = make_blocks(config, looped)
+    assert rngs.default.count[...] == looped.default.count[...]  # what follows draws the same, too
+    for mine, wanted in zip(blocks, one_by_one, strict=True):
+        close = partial(np.testing.assert_allclose, rtol=1e-5)
+        jax.tree.map(close, nnx.state(mine), nnx.state(wanted))

@@ -9,7 +9,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 from jax import Array
@@ -51,6 +51,12 @@ class Native(NamedTuple):
     """Why it is not compressed."""
     wire: np.dtype
     """The dtype of the numbers."""
+
+    @classmethod
+    def of(cls, kind: Kind, leaf: Leaf, reason: str) -> Self:
+        """A leaf that travels in its own dtype."""
+        counts = kind == "all-reduce" and leaf.dtype == np.bool_  # JAX adds up bools as int32
+        return cls(leaf, reason, np.dtype(np.int32) if counts else leaf.dtype)
 
 
 class Move(NamedTuple):

@@ -141,11 +141,17 @@ def explain_step(
         compiled_to[scope] += collective.total_bytes  # type: ignore[assignment]
     plans = known(dict.fromkeys(scope for scope, _ in asked))
     widens = bool(devices) and devices[0].platform == "cpu"
+    most = {x: asked[x, False] + (1 + widens) * asked[x, True] for x in plans}
+    # A scope with more than it asked for has a collective that XLA joined with those of others.
+    joined_kinds = {p.kind for x, p in plans.items() if compiled_to[x] > most[x]} | {"all-reduce"}
     runs, widened = [], 0.0
     for scope, plan in plans.items():
         narrow, once = asked[scope, True], plan.asked_bytes
         whole = asked[scope, False] + narrow
-        times = _times(plan, whole, whole + widens * narrow, compiled_to[scope])
+        there = min(compiled_to[scope] / most[scope], 1.0) if most[scope] else 1.0
+        times = _times(plan, whole, there, joins=plan.kind in joined_kinds)
+        if not times:
+            continue
         exactly = whole / once if once else 1.0
         fits = abs(exactly - round(exactly)) <= AGREES * exactly
         # What JAX sums by itself is among the collectives without a plan.
@@ -190,20 +196,23 @@ def _devices(compiled: Compiled) -> list[Any]:
     return sorted(max(sets, key=len, default=set()), key=lambda device: device.id)
 
 
-def _times(plan: Plan, asked: float, as_compiled: float, compiled: float) -> int:
-    """How often a plan runs, by the bytes of its collectives as asked for, and as compiled.
+def _times(plan: Plan, asked: float, left: float, *, joins: bool) -> int:
+    """How often a plan runs; 0 if XLA has dropped it.
 
-    XLA joins native sums of several plans, and drops a gather that repeats another one. So a plan
-    without payloads runs as often as was asked for, and another one as often as in the program.
+    Args:
+      plan: the plan.
+      asked: bytes of its collectives as asked for.
+      left: the part of its collectives that the compiled program has under its name.
+      joins: whether native collectives of this kind may be under another plan's name. XLA joins
+        sums, and drops what nobody reads, or what repeats another gather.
     """
     # Samples for a seed are asked for, and XLA leaves them out if the seed is a key's.
     once = plan.asked_bytes
     times = asked / once if once else 1.0
-    routes = [bucket.route for bucket in plan.buckets]
-    payloads = any(route.topology is not None for route in routes)
-    if payloads and asked and not plan.pushes:
-        times *= min(compiled / as_compiled, 1.0)  # more: joined with those of others
-    return max(round(times), 1)
+    payloads = any(bucket.route.topology is not None for bucket in plan.buckets)
+    if plan.pushes or (joins and not payloads):
+        left = 1.0
+    return max(round(times * left), 1) if left else 0
 
 
 def _others(found: Sequence[Collective]) -> list[Other]:
