@@ -10,7 +10,7 @@ between two sizes by their logarithms. ``--write`` puts the limits into ``crosso
 (`Compression.min_bucket_bytes`).
 
 One process has all GPUs, or several find each other by NUM_HOSTS, HOST_ID and COORDINATOR in the
-environment. Processes with one GPU each have a limit of their own.
+environment. Processes with one GPU each have limits of their own.
 """
 
 import json
@@ -25,6 +25,7 @@ from hosts import join_hosts
 from rich import print
 
 import dynamiq_jax as dq
+import pallas_kernels as pk
 from dynamiq_jax.commands.bench import all_reduce, contenders, tables, timing
 from dynamiq_jax.methods.dynamiq import crossover as taken
 from dynamiq_jax.topologies.schedules import COPYING
@@ -54,18 +55,20 @@ def questions(n: int, n_processes: int) -> dict[str, list[Question]]:
     """The questions for so many GPUs, by the name of their answers in ``crossover.json``."""
     large = 1 if n == 2 else 2  # more GPUs pay from larger sizes on
     sums = tuple(large * mib for mib in (16, 24, 32, 48, 64))
-    if n_processes > 1:
-        return {"psum_bytes_of_processes": [Question("psum", "collectives", "native", sums)]}
-    sent = "permutes" if n <= COPYING else "collectives"
-    shards = tuple(large * mib for mib in (32, 64, 96, 128, 192))
-    return {
+    alone = n_processes == 1
+    sent = "permutes" if alone and n <= COPYING else "collectives"
+    least = (4, 8, 12, 16, 32) if alone else (8, 16, 24, 32, 64)
+    found = {
         "psum_bytes": [Question("psum", sent, "native", sums)],
-        "psum_scatter_bytes": [Question("psum_scatter", sent, "native", shards)],
         "push_bytes": [
-            Question("psum", "push", "native", (4, 8, 12, 16, 32)),
+            Question("psum", "push", "native", least),
             Question("psum", sent, "push", (96, 128, 192, 256, 384)),
         ],
     }
+    if not alone:
+        return {f"{name}_of_processes": asked for name, asked in found.items()}
+    shards = tuple(large * mib for mib in (32, 64, 96, 128, 192))
+    return found | {"psum_scatter_bytes": [Question("psum_scatter", sent, "native", shards)]}
 
 
 def crossover_bytes(points: list[Point]) -> int:
@@ -138,6 +141,10 @@ def main(
     join_hosts()
     n, found = jax.device_count(), {}
     for name, asked in questions(n, jax.process_count()).items():
+        needs = pk.needs_of_push() if name.startswith("push") else None
+        if needs is not None:
+            print(f"{name} is not measured, which needs {needs}")
+            continue
         answers = [answer(question, repeats) for question in asked]
         found[name] = answers[0] if len(answers) == 1 else answers
     if jax.process_index() > 0:

@@ -262,6 +262,7 @@ def main(
     every: Annotated[float, typer.Option(help="seconds between two faults")] = 60,
     away: Annotated[float, typer.Option(help="seconds until a killed host is back")] = 5,
     checkpoint_every: Annotated[int, typer.Option(min=1, help="steps")] = 10,
+    copy_every: Annotated[int, typer.Option(min=1, help="steps, as of train_multihost.py")] = 1,
     silence: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
     wait: Annotated[float, typer.Option(help="seconds, as of dynamiq-jax run")] = 3,
     ready: Annotated[str, typer.Option(help="modules, as of dynamiq-jax run")] = "",
@@ -285,6 +286,7 @@ def main(
     options = ["--silence", f"{silence:g}", "--wait", f"{wait:g}"]
     options += ["--ready", ready] if ready else []
     own = ["--model", model, "--checkpoint-every", str(checkpoint_every)]
+    own += ["--copy-every", str(copy_every)]
     with Hosts(hosts, rate=rate, devices=None if gpus else 1, gpus=gpus) as made:
         watched = Watched(made, folder, options, own)
         began = until_steps(watched, patience=patience)
@@ -303,7 +305,7 @@ def main(
     found = segments(events, faults, began, until)
     said = summary(found, faults)
     record = said | {"faults": faults, "segments": found, "hosts": hosts, "every": every,
-                     "checkpoint_every": checkpoint_every}  # fmt: skip
+                     "checkpoint_every": checkpoint_every, "copy_every": copy_every}  # fmt: skip
     (folder / "goodput.json").write_text(json.dumps(record, indent=1))
     draw(found, faults, said, folder / "goodput.png")
     print(f"{100 * said['goodput']:.1f}% of {said['seconds']:.0f} s made progress")

@@ -35,6 +35,7 @@ METHODS_1 = (
     "dynamiq:3.5,dynamiq:3,dynamiq-dither:4,dynamiq-dither:3.5,dynamiq-dither:3,mxfp8,mxfp6,"
     "mxfp4,bf16-psum"
 )
+FEW_BITS = "dynamiq-nearest:3.5/dynamiq-dither-64:2.25"
 METHODS_125M = (
     "bf16-psum,mxfp8,mxfp6,mxfp4,thc,qsgd:8,omnireduce,perm-k,dynamiq:5,dynamiq:4,flash:5,"
     "mxfp4-ef21,minmax:4,sidco-memory,topk-chunked-memory:4,arc-top-k-memory:4,clt-k-memory:4,"
@@ -200,8 +201,9 @@ TABLES: dict[str, list[Job]] = {
         Job("largest.json", TWO, "python benchmarks/evidence/largest.py --json {json}"
             f" --ways {LARGEST}", whole),
         # A process for each: later ways would find parts of earlier ones traced, and kernels tuned.
-        *[Job("first_step.json", TWO, "python benchmarks/step_time.py --json {json} --model 1b"
-              f" --compile-only --ways {way}", scanned) for way in FIRST.split(",")],
+        *[Job(f"first_step_{layers}.json", TWO, "python benchmarks/step_time.py --json {json}"
+              f" --model 1b --layers {layers} --attention cudnn --compile-only --ways {way}",
+              scanned) for layers in (16, 32) for way in FIRST.split(",")],
     ],
     "all-reduce": [
         Job("all_reduce.json", TWO, "CUDA_VISIBLE_DEVICES=0,1 python benchmarks/all_reduce.py"
@@ -242,6 +244,10 @@ TABLES: dict[str, list[Job]] = {
             " --models mid --inits unit --topologies direct,butterfly,ring --methods"
             " bf16-psum,dynamiq:5,dynamiq:4 --seeds 2", resumes=True)
         for n in (8, 16, 64)
+    ] + [
+        Job("workers.json", "a GPU", f"{TRAINING} --workers 64 --global-batch 64 --models mid"
+            " --inits unit --topologies direct,butterfly --seeds 2"
+            f" --methods mxfp4,{FEW_BITS}", resumes=True),
     ],
     "accuracy": [
         Job("top1.json", "2 CPU cores", f"{TRAINING} --models micro --inits unit --steps 100"

@@ -169,6 +169,10 @@ def _needs_between(devices: Sequence[Any]) -> str | None:
     elif n_processes < len(devices):
         told = f"{n_processes} have {len(devices)}; more were not tried"
         why = f"one GPU for each of several processes, and {told}"
+    elif (setting := peers.unshared()) is not None:
+        why = f"memory that NCCL shares between processes, and the environment has {setting}"
+    elif (shown := peers.shown()) is not None and shown < len(devices):
+        why = f"all {len(devices)} GPUs in sight of every process, and this one is shown {shown}"
     else:
         why = _needs_of_nccl(peers.nccl_version())
     return why

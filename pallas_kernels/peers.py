@@ -11,12 +11,16 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import Any
 
 _NEVER = {"NCCL_P2P_DISABLE": ("1",), "NCCL_P2P_LEVEL": ("LOC", "0")}
 """NCCL's environment variables, and the values by which GPUs never read each other's memory."""
+
+_ALONE = {"NCCL_HOSTID": (), "NCCL_CUMEM_ENABLE": ("0",), "NCCL_WIN_ENABLE": ("0",)}
+"""NCCL's environment variables, and the values (none named: any) by which processes of one host
+share no memory."""
 
 _ATOMICS = 3
 """The driver's number for an attribute of two GPUs: each executes atomic operations in the other's
@@ -34,11 +38,36 @@ _WITH_NVLINK = "SXM", "HBM3", "H200", "B200", "B300", "GB200", "GB300", "GH200"
 
 def disabled() -> str | None:
     """The setting by which the user keeps GPUs from each other's memory; `None`: there is none."""
-    for name, values in _NEVER.items():
+    return _set_to(_NEVER)
+
+
+def unshared() -> str | None:
+    """The setting by which NCCL shares no memory between processes; `None`: there is none."""
+    return _set_to(_ALONE)
+
+
+def _set_to(settings: Mapping[str, tuple[str, ...]]) -> str | None:
+    """The first of some variables that the environment sets to one of its values."""
+    for name, values in settings.items():
         value = os.environ.get(name, "").strip()
-        if value.upper() in values:
+        if value and value.upper() in (values or (value.upper(),)):
             return f"{name}={value}"
     return None
+
+
+@functools.cache
+def shown() -> int | None:
+    """The GPUs that the driver shows to this process; `None` if it cannot be asked.
+
+    A container may show fewer than the host has. ``CUDA_VISIBLE_DEVICES`` does not count here.
+    """
+    count = ctypes.c_uint()
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+        failed = library.nvmlInit_v2() or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else count.value
 
 
 def built_with_nvlink(device: Any) -> bool:

@@ -169,6 +169,24 @@ def test_versions_are_compared():
     assert rows[0]["version of dynamiq_jax"] == dq.__version__
 
 
+def test_a_process_without_push_kernels_is_named_before_others_wait_for_it(processes, monkeypatch):
+    """As one whose NCCL is older."""
+    own = lambda names=(): processes.own.needs
+    monkeypatch.setattr(agreement.pk, "needs_of_push", own)
+
+    def process(needs):
+        def trace():
+            processes.own.needs = needs
+            traces()()
+
+        return trace
+
+    said = processes.run(process(None), process("NCCL >= 2.29.2"))
+    assert len({*said}) == 1
+    assert "push kernels: process 0 has 'run', process 1 has 'do not run'" in said[0]
+    assert processes.run(*map(process, ("NCCL >= 2.29.2", "JAX"))) == [""] * 2
+
+
 def test_what_one_process_refuses_is_an_error_on_all(processes):
     said = processes.run(check(), check(axis_name="chip"))
     assert said[0].startswith("RuntimeError: workers would not reduce gradients alike")

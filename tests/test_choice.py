@@ -239,14 +239,14 @@ def test_what_one_run_measures_replaces_its_answers_and_no_others():
     """Processes of one GPU each write beside what one process of all GPUs has written."""
     before = [{"n_devices": n, "psum_bytes": n, "measured_on": {"psum_bytes": "A"}} for n in (2, 8)]
     of_processes = {name: n for n, name in enumerate(questions(4, 4), start=1)}
-    assert [*of_processes] == ["psum_bytes_of_processes"]
+    assert [*of_processes] == ["psum_bytes_of_processes", "push_bytes_of_processes"]
     with_four = written(before, 4, of_processes, "B")
     again = written(with_four, 2, {"push_bytes": [5, 6]}, "C")
     assert [entry["n_devices"] for entry in again] == [2, 4, 8] and again[2] == before[1]
     assert again[0] == before[0] | {
         "push_bytes": [5, 6], "measured_on": {"psum_bytes": "A", "push_bytes": "C"}
     }  # fmt: skip
-    assert again[1]["measured_on"] == {"psum_bytes_of_processes": "B"}
+    assert again[1]["measured_on"] == dict.fromkeys(of_processes, "B")
     every = {**questions(2, 1), **questions(2, 2)}
     assert {*json.loads(FILE.read_text())[0]} == {"n_devices", "measured_on", *every}
     # Four GPUs copy payloads by engines; more use collectives.

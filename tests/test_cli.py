@@ -408,6 +408,7 @@ def test_sums_that_a_push_kernel_does_are_said_to_push(monkeypatch):
     """Whatever the transport of the topology is, and only sizes that push."""
     monkeypatch.setattr("dynamiq_jax.compression.compression.fast_links", lambda: True)
     monkeypatch.setattr("dynamiq_jax.topologies.schedules.copy_engines", lambda: "they are there")
+    monkeypatch.setattr("pallas_kernels.needs_of_push", lambda names=(): None)
     monkeypatch.setattr(dq.DynamiQ, "pushed", lambda self, n: (2**15, 2**20))
     found = contenders.parse_method("dynamiq:5", dq.Direct()).compression
     said = [all_reduce.payloads_by(found, (2,), size) for size in (2**20, 2**20 + 2)]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import dynamiq_jax as dq
 import pallas_kernels as pk
-from dynamiq_jax.methods.dynamiq.crossover import push_bytes
+from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, push_bytes
 from dynamiq_jax.topologies import links
 from pallas_kernels import backend, peers
 
@@ -99,12 +99,17 @@ def test_links_of_a_virtual_machine_are_fast_where_the_driver_has_nvlink(
 def processes(monkeypatch):
     """Makes two processes of one host with an H200 each, except for the facts that are passed."""
 
-    def pretend(nccl=(2, 29, 2), joins=True, per_process=1, **facts):
+    def pretend(nccl=(2, 29, 2), joins=True, per_process=1, shown=2, setting="", **facts):
         monkeypatch.setattr(backend, "_on_nvidia", lambda: True)
         monkeypatch.setattr(backend, "RUNS_MOSAIC", True)
         monkeypatch.setattr(backend, "JOINS_PROCESSES", joins)
         monkeypatch.setattr(peers, "nccl_version", lambda: nccl)
         monkeypatch.setattr(peers, "_package", lambda: ("nvidia-nccl-cu12", None))
+        monkeypatch.setattr(peers, "shown", lambda: shown)
+        for name in peers._ALONE:
+            monkeypatch.delenv(name, raising=False)
+        if setting:
+            monkeypatch.setenv(*setting.split("="))
         usual = {"device_kind": "NVIDIA H200", "slice_index": 0, "platform": "gpu"}
         usual |= {"compute_capability": "9.0", "core_count": 132}
         gpus = []
@@ -136,6 +141,17 @@ BETWEEN = {
         {"per_process": 2},
         "one GPU for each of several processes, and 2 have 4; more were not tried",
     ),
+    **{
+        setting: (
+            {"setting": setting},
+            f"memory that NCCL shares between processes, and the environment has {setting}",
+        )
+        for setting in ("NCCL_HOSTID=a", "NCCL_CUMEM_ENABLE=0", "NCCL_WIN_ENABLE=0")
+    },
+    "a container each": (
+        {"shown": 1},
+        "all 2 GPUs in sight of every process, and this one is shown 1",
+    ),
     "NCCL": (
         {"nccl": (2, 28, 9)},
         "NCCL >= 2.29.2 between processes, and this is 2.28.9 (pip install -U nvidia-nccl-cu12)",
@@ -146,6 +162,8 @@ BETWEEN = {
     ),
     "nothing": ({}, None),
     "nothing, newer": ({"nccl": (2, 30, 7)}, None),
+    "nothing, a driver that is not asked": ({"shown": None}, None),
+    "nothing, another value": ({"setting": "NCCL_CUMEM_ENABLE=1"}, None),
     "nothing, next": ({"nccl": (3, 0, 0)}, None),
 }
 
@@ -171,24 +189,90 @@ def test_push_kernels_between_processes_need(facts, needs, processes):
     assert found == [needs] + ([f"transport='push' needs {needs}{remedy}"] if needs else [])
 
 
-def test_between_processes_sums_push_only_if_told(processes, monkeypatch):
-    assert push_bytes(2) is not None
-    processes()
-    assert push_bytes(2) is None
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    tree = jax.ShapeDtypeStruct((2**25,), jnp.bfloat16)
-    said = lambda **told: dq.explain(
-        tree, 2, verbose=False, compression=dq.Compression(**told)
-    )  # fmt: skip
-    note = "; by collectives; between these processes transport='push' also runs"
-    assert said().reason.endswith(note) and "transport='collectives'" in said().topology
-    assert not any("push" in line for line in said().defaults)
-    for told in ({"transport": "push"}, {"topology": dq.Direct(transport="push")}):
-        assert "transport='push'" in said(**told).topology
-        assert note not in said(**told).reason
-    assert note not in said(transport="collectives").reason
+ALONE = "no sums by push kernels, which need "
+CHOICES = {
+    "what runs": ({}, "sums of up to 64 MiB by one push kernel for each bucket"),
+    "NCCL": ({"nccl": (2, 28, 9)}, ALONE + BETWEEN["NCCL"][1]),
+    "a host's name": ({"setting": "NCCL_HOSTID=a"}, ALONE + BETWEEN["NCCL_HOSTID=a"][1]),
+    "JAX": ({"joins": False}, ALONE + BETWEEN["JAX"][1]),
+    "no comparison": (
+        {"setting": "DYNAMIQ_JAX_AGREEMENT=0"},
+        f"{ALONE}sums among all 2 GPUs, whose processes compare what they have "
+        "(DYNAMIQ_JAX_AGREEMENT is not 0)",
+    ),
+}
+
+
+@pytest.mark.parametrize(("facts", "line"), CHOICES.values(), ids=CHOICES.keys())
+def test_sums_between_processes_push_where_kernels_run_or_a_line_says_why_not(
+    facts, line, processes, monkeypatch
+):
+    monkeypatch.delenv("DYNAMIQ_JAX_AGREEMENT", raising=False)
+    processes(**facts)
+
+    def route(method=None, **told):
+        return dq.Compression(method or dq.DynamiQ(), **told).route((2,))
+
+    assert line in route().defaults_of("all-reduce", {})
+    assert (route().pushed is not None) == line.startswith("sums of up to")
+    assert not any("push" in x for x in route().defaults_of("all-gather", {}))
+    # Whoever names a transport has chosen, and a plan needs statistics before the kernel.
+    named = route(transport="collectives"), route(topology=dq.Direct(transport="permutes"))
+    lines = (x for one in (*named, route(dq.DynamiQ(plan=True))) for x in one.defaults)
+    assert not any("one push kernel" in x or x.startswith(ALONE) for x in lines)
+
+
+def test_explanations_of_sums_between_processes_say_what_nccl_to_install(processes, monkeypatch):
     processes(nccl=(2, 28, 9))
-    assert note not in said().reason
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    said = dq.explain(jax.ShapeDtypeStruct((2**25,), jnp.bfloat16), 2, verbose=False)
+    assert ALONE + BETWEEN["NCCL"][1] in said.defaults and "collectives" in said.topology
+
+
+def test_sums_of_some_processes_alone_do_not_push(processes):
+    processes()
+    (why,) = [x for x in dq.Compression().route((1,)).defaults_of("all-reduce", {}) if "push" in x]
+    assert why.startswith(f"{ALONE}sums among all 2 GPUs")
+
+
+def test_numbers_of_processes_that_were_not_measured_push_if_told(processes):
+    assert push_bytes(4) is not None
+    processes()
+    assert push_bytes(2) == (psum_bytes(2), 2**26) and push_bytes(4) is None
+    processes(per_process=2)
+    assert not any("push" in x for x in dq.Compression().route((4,)).defaults_of("all-reduce", {}))
+
+
+class Management:
+    """As NVIDIA's management library, which shows three GPUs."""
+
+    def __init__(self, **failures):
+        self.failures = failures
+
+    def nvmlInit_v2(self):
+        return self.failures.get("init", 0)
+
+    def nvmlDeviceGetCount_v2(self, count):
+        count._obj.value = 3
+        return self.failures.get("count", 0)
+
+
+@pytest.mark.parametrize(("library", "shown"), [
+    (Management(), 3),
+    (Management(init=9), None),
+    (Management(count=1), None),
+    (SimpleNamespace(), None),
+    (None, None),
+])  # fmt: skip
+def test_gpus_that_the_driver_shows_are_counted(library, shown, monkeypatch):
+    def load(name):
+        assert name == "libnvidia-ml.so.1"
+        if library is None:
+            raise OSError(name)
+        return library
+
+    monkeypatch.setattr(peers.ctypes, "CDLL", load)
+    assert peers.shown.__wrapped__() == shown
 
 
 class NCCL:

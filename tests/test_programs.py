@@ -142,6 +142,23 @@ def test_another_program_is_not_taken_for_it(folder, monkeypatch):
     assert (precise.count, slow.count) == (1, 1)
 
 
+def test_processes_may_differ_in_their_host_and_gpu(folder, monkeypatch):
+    """Each has a file of its own then, and they agree on what all of them have alike."""
+    told = []
+    monkeypatch.setattr(programs, "rows_of_all", lambda row: told.append(row) or row[None])
+    for host in ("host0", "host1"):
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        load_or_compile(step_of(), *arguments(), key=0)
+    assert len([*folder.glob("dynamiq_jax-*.program")]) == 2
+    np.testing.assert_array_equal(*told)
+
+
+def test_a_key_that_differs_between_processes_is_told(folder, monkeypatch):
+    monkeypatch.setattr(programs, "rows_of_all", lambda row: np.stack([row, row + 1]))
+    with pytest.warns(UserWarning, match="differ in key, arguments or devices"):
+        load_or_compile(step_of(), *arguments(), key=0)
+
+
 def test_a_changed_source_file_lets_the_step_compile_again(folder, tmp_path, monkeypatch):
     file = tmp_path / "model.py"
     file.write_text("rate = 0.5")
@@ -186,12 +203,13 @@ def test_without_a_folder_the_step_comes_back(monkeypatch):
 
 
 PROCESS = """
-import sys, warnings
+import os, sys, warnings
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 address, me, cache = sys.argv[1:]
+os.environ["NCCL_HOSTID"] = "host" + me  # processes differ in this, and in local_device_ids
 jax.config.update("jax_compilation_cache_dir", cache)
-jax.distributed.initialize(address, 2, int(me))
+jax.distributed.initialize(address, 2, int(me), local_device_ids=[int(me)])
 from dynamiq_jax.hosts import load_or_compile
 mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
 x = jax.make_array_from_process_local_data(NamedSharding(mesh, P("data")), np.ones((1, 8)), (2, 8))

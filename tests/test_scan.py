@@ -190,6 +190,58 @@ def test_a_payload_travels_beside_the_products_of_a_layer():
     assert not collectives(of_products)
 
 
+def through_barriers(body, variables):
+    """The operands that these variables are, behind barriers."""
+    made = {out: (e, i) for e in body.eqns for i, out in enumerate(e.outvars)}
+    found = []
+    for v in variables:
+        while v in made and made[v][0].primitive.name == "optimization_barrier":
+            v = made[v][0].invars[made[v][1]]
+        found.append(v)
+    return found
+
+
+@pytest.mark.usefixtures("padding_is_free")
+def test_statistics_do_not_wait_for_a_payload():
+    """In a turn of the loop they are ready to go when the payload of the turn before arrives."""
+    method = dataclasses.replace(CHEAP, method=dq.DynamiQ(), topology=dq.Direct())
+    bodies = [e.params["jaxpr"].jaxpr for e in loops(trace(5, method).jaxpr)]
+    (body,) = (x for x in bodies if any(e.primitive.name == "all_to_all" for e in x.eqns))
+    light = [e for e in collectives(body.eqns) if e.primitive.name.startswith("psum")]
+    assert light
+    for e in light:
+        before = ancestors(body, through_barriers(body, e.invars))
+        assert any("reduce_sum" in str(x) for x in before)
+        assert not collectives(before)
+
+
+@pytest.mark.usefixtures("padding_is_free")
+def test_a_turn_begins_and_ends_with_its_gather():
+    """The turn before has encoded the payload, and the turn after decodes it."""
+    params, x = model(4)
+    policy = dq.Policy(gradients=CHEAP, parameters=CHEAP)
+
+    def forward(params, x):
+        told = {"specs": SHARDS, "compression": policy}
+        functions = [embed, dq.Scanned(block), head]
+        run = lambda own: dq.overlapped(functions, own, x, "data", **told)
+        return lax.pmean(jax.vjp(run, params)[0], "data")
+
+    maps: Any = {"in_specs": (SHARDS, P("data")), "out_specs": P()}
+    program = jax.make_jaxpr(jax.shard_map(forward, mesh=auto_mesh(N), **maps))(params, x)
+    bodies = [e.params["jaxpr"].jaxpr for e in loops(program.jaxpr)]
+    (body,) = (x for x in bodies if collectives(x.eqns))
+    # The scales of the gather that follows are agreed on in this turn.
+    gathers = [e for e in collectives(body.eqns) if e.invars[0].aval.dtype != jnp.bfloat16]
+    taken = [v for e in gathers for v in e.invars]
+    made = {v for e in gathers for v in e.outvars}
+    assert made
+    assert {*through_barriers(body, taken)} <= {*body.invars}
+    assert made <= {*through_barriers(body, body.outvars)}
+    whole = params[1]["kernel"].shape[1:]
+    assert whole not in {v.aval.shape for v in body.invars}  # payloads are carried
+
+
 def test_each_layer_travels_once():
     """The first step has nothing to send beside it, and is outside of the loop."""
     layers, _, x = arrays(5, jnp.float32)

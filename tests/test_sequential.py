@@ -383,6 +383,35 @@ def test_runs_of_one_function_share_what_they_compute():
     assert lines(9) - lines(1) <= 8 * (calls + sums)
 
 
+def test_light_sums_of_a_round_are_one():
+    """Each would take the network's latency. Sums of other dtypes or axes stay apart."""
+
+    def function(x, y):
+        sums = [lax.psum(z, "data") for z in (x, y, x.astype(jnp.bfloat16))]
+        sums.append(lax.pmax(x, "data"))
+        zeros = jnp.zeros((9, 7), x.dtype)  # filled again after the round
+        return lax.all_gather(jnp.tile(sums[0], 99) + zeros.sum(), "data"), sums, zeros + sums[3][0]
+
+    def run(x, y):
+        shapes = jax.make_jaxpr(function, return_shape=True)(x, y)
+        progress = Progress.start(cut(*shapes, small=0), x, y)
+        assert progress.light_left == 1
+        progress.compute()
+        assert (9, 7) not in {value.shape for value in progress.held.values()}
+        while not progress.done:
+            progress.exchange()
+            progress.compute()
+        return progress.result
+
+    x, y = jnp.arange(N * 5.0).reshape(N, 5), jnp.arange(N * 6.0).reshape(N, 2, 3)
+    options: dict = {"in_specs": P("data"), "out_specs": P("data"), "mesh": auto_mesh(N)}
+    rows = lambda f: lambda *args: jax.tree.map(lambda z: z[None], f(*(z[0] for z in args)))
+    ours, plain = (jax.jit(jax.shard_map(rows(f), **options)) for f in (run, function))
+    assert_same_bits(ours(x, y), plain(x, y))
+    count = str(jax.make_jaxpr(ours)(x, y)).count("psum")
+    assert count == str(jax.make_jaxpr(plain)(x, y)).count("psum") - 1
+
+
 def test_small_sums_that_nothing_waits_for_run_when_the_result_is_read():
     """All functions' exchanges then stand side by side, and XLA makes one all-reduce of them."""
 

@@ -98,7 +98,9 @@ def test_a_run_ends_when_all_have_ended_well(tmp_path):
 
 @pytest.mark.release
 def test_a_process_that_waits_takes_the_next_start(tmp_path):
-    (tmp_path / "slow.py").write_text("import os; print('imported by', os.getpid(), flush=True)")
+    (tmp_path / "slow.py").write_text(
+        "import os, sys; print('imported by', os.getpid(), 'for', *sys.argv[1:], flush=True)"
+    )
     env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
     with Supervised(tmp_path, 2, *ALONE, "--ready", "json,slow", env=env) as hosts:
         waiting = lambda: re.findall(r"imported by (\d+)", hosts.said(0))
@@ -113,6 +115,7 @@ def test_a_process_that_waits_takes_the_next_start(tmp_path):
             stat = Path(f"/proc/{waiting()[start - 2]}/stat").read_text()
             assert stat.split()[3] == str(hosts.processes[0].pid)
         hosts.until(lambda: len(waiting()) == 3, 30)
+        assert f"imported by {waiting()[-1]} for 100000 0.05" in hosts.said(0)
         hosts.processes[0].terminate()
         assert hosts.statuses(0) == [143]
         assert not any(Path(f"/proc/{pid}").exists() for pid in waiting())

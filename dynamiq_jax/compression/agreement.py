@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec, get_abstract_mesh
 
+import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.core.compat import coordination_client
 from dynamiq_jax.core.warned import warn
@@ -68,12 +69,16 @@ def check(tell: Callable[[], dict[str, str]]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """The versions and the platform of this process."""
+    """The versions and the platform of this process, and whether it has push kernels.
+
+    The latter depends on its NCCL. A process that pushes would wait for ever for one that does not.
+    """
     package = sys.modules["dynamiq_jax"]  # which imports this module
     return {
         "version of dynamiq_jax": package.__version__,  # that of an editable install may be older
         "version of jax": jax.__version__,
         "platform": jax.default_backend(),
+        "push kernels": "run" if pk.needs_of_push() is None else "do not run",
     }
 
 
@@ -156,10 +161,17 @@ def _to_ask(what: str, mesh: Any) -> Any:
     client = coordination_client()
     if client is None or jax.process_count() == 1 or (what, client) in _compared:
         return None
-    if mesh.size != jax.device_count() or os.environ.get("DYNAMIQ_JAX_AGREEMENT") == "0":
-        return None  # some processes may not take part
+    if not compares(mesh.size):
+        return None
     _compared.add((what, client))
     return client
+
+
+def compares(n_devices: int) -> bool:
+    """Whether processes compare their first collective on a mesh of so many devices."""
+    if n_devices != jax.device_count():
+        return False  # some processes may not take part
+    return os.environ.get("DYNAMIQ_JAX_AGREEMENT") != "0"
 
 
 def _exchange(client: Any, what: str, facts: dict[str, str], patience: float) -> dict[str, str]:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh
 
+import pallas_kernels as pk
 from dynamiq_jax.compression import agreement
 from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, Options, axis_counts, check_axis, check_fields, sizes_on
@@ -40,6 +41,7 @@ from dynamiq_jax.tree.leaves import (
     placed_leaves,
     with_scale_axes,
 )
+from pallas_kernels.backend import MOST_WORKERS
 
 if TYPE_CHECKING:
     from dynamiq_jax.compression.explanation import Explanation
@@ -67,6 +69,8 @@ class Route:
     pushed: tuple[int, int] | None = None
     """The bytes of all buckets of a sum from which, and up to which, push kernels do it; `None`:
     they never do."""
+    unpushed: str | None = field(default=None, compare=False, repr=False)
+    """Why push kernels do no sums that they could do, in words."""
     defaults: tuple[str, ...] = field(default=(), compare=False, repr=False)
     """Defaults that the machine decided, for collectives of all kinds; see `defaults_of`."""
 
@@ -165,6 +169,8 @@ class Route:
         if self.pushed is not None and kind == "all-reduce":
             most = self.pushed[1] >> 20
             found = *found, f"sums of up to {most} MiB by one push kernel for each bucket"
+        if self.unpushed is not None and kind == "all-reduce":
+            found = *found, self.unpushed
         return found
 
     def check(self, kind: Kind) -> None:
@@ -219,7 +225,7 @@ class Compression(Options):
       transport: how payloads are sent, for a topology that does not say it: "collectives",
         "permutes" or "push", see `dynamiq_jax.topologies.links`. Default: "permutes" in
         programs that `dynamiq_jax.jit` compiles if GPUs can read each other's memory. Over NVLink
-        in one process, sums of medium size are "push", unless they run beside a backward pass;
+        sums of medium size are "push" where kernels run, unless they are beside a backward pass;
         `explain` says up to which size.
       exclude: a regular expression: if a leaf's path contains a match, `jax.lax.psum` sums the leaf
         exactly.
@@ -335,25 +341,37 @@ class Compression(Options):
                 runner = TwoLevels(method=method, inner=inner, outer=outer, n_inner=n_inner)
                 flat = None
         limits = method.limits(self.limits, n_workers, fast_links=fast)
-        pushed = None
+        pushed = unpushed = None
         if fast and not overlaps:
-            pushed = self._pushed(method, self.topology or topology, n_workers)
-        told = limits, reason, pushed, defaults
+            pushed, unpushed = self._pushed(method, self.topology or topology, n_workers)
+        told = limits, reason, pushed, unpushed, defaults
         route = Route(method, topology, sizes, runner, flat, *told)
         runner.check(n_workers, flat)
         return route
 
     def _pushed(
         self, method: Method, topology: AnyTopology | None, n_workers: int
-    ) -> tuple[int, int] | None:
-        """See `Route.pushed`; over fast links, for the topology as it was passed or chosen."""
+    ) -> tuple[tuple[int, int] | None, str | None]:
+        """See `Route.pushed` and `Route.unpushed`; over fast links, for the topology as passed."""
         if not isinstance(topology, Direct) or topology.streams not in (None, 1):
-            return None
+            return None, None
         if self.transport is not None or (topology is self.topology and topology.transport):
-            return None
-        found = method.pushed(n_workers)
+            return None, None
+        found, needs = method.pushed(n_workers), pk.needs_of_push()
+        several = jax.process_count() > 1
+        if found is None:
+            also = several and needs is None and n_workers <= MOST_WORKERS
+            return None, "between these processes transport='push' also runs" if also else None
+        if needs is None and several and not agreement.compares(n_workers):
+            # Where one process pushed and another did not, both would wait for ever.
+            needs = (
+                f"sums among all {jax.device_count()} GPUs, whose processes compare what they have "
+                "(DYNAMIQ_JAX_AGREEMENT is not 0)"
+            )
+        if needs is not None:
+            return None, f"no sums by push kernels, which need {needs}"
         limited = {"min_bucket_size", "min_bucket_bytes"} & self.limits.keys()
-        return found and ((self.limits.get("min_bucket_bytes", 0), found[1]) if limited else found)
+        return (self.limits.get("min_bucket_bytes", 0), found[1]) if limited else found, None
 
     def plan(
         self,

@@ -313,6 +313,12 @@ def evaluate(equation: JaxprEqn, *args: Any) -> Sequence[Any]:
     return jax.core.eval_jaxpr(alone, (), *given.values())
 
 
+def evaluate_on(equation: JaxprEqn, x: Array) -> Sequence[Any]:
+    """The results of an equation without programs in it, for an operand of another shape."""
+    found = equation.primitive.bind(x, **equation.params)
+    return found if equation.primitive.multiple_results else [found]
+
+
 def evaluate_all(
     equations: Sequence[JaxprEqn], known: dict[Any, Any], results: Sequence[Any]
 ) -> Sequence[Any]:

@@ -42,7 +42,7 @@ except OSError as error:
 
 IMPORTS_AND_WAITS = """
 import gc, importlib, json, os, runpy, sys
-modules, path, kind = sys.argv[1:]
+modules, path, kind, *sys.argv = sys.argv[1:]
 sys.path[0] = path
 for name in modules.split(","):
     importlib.import_module(name)
@@ -145,7 +145,8 @@ class Child:
       command: the words of the command, without a shell.
       env: variables besides those of this process.
       forward: called with every line of output.
-      ready: with modules, the process imports them and waits for `begin`.
+      ready: with modules, the process imports them and waits for `begin`. ``sys.argv`` is the
+        script's then, without what only the start will tell.
       slots: memory for copies that outlives the process.
     """
 
@@ -162,7 +163,7 @@ class Child:
             script = Script.of(command)
             path = "" if script.kind else str(Path(script.argv[0]).resolve().parent)
             waits = ["-c", IMPORTS_AND_WAITS, ",".join(ready), path, script.kind]
-            command = script.python + waits
+            command = script.python + waits + script.argv
         self._forward = forward
         self._lines: collections.deque[str] = collections.deque(maxlen=200)
         self._rest = b""

@@ -67,13 +67,15 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     if not folder or "://" in folder:  # files of a cloud's store are JAX's own matter
         return step
     lower = step.lower  # `dynamiq_jax.jit` sets variables of NCCL here, loaded or not
-    common = _digest(step, args, key)
-    me = jax.process_index()
-    file = Path(folder) / f"dynamiq_jax-{common.hexdigest()[:32]}-{me}.program"
+    common = _digest(_facts_of_all(step, args, key))
+    own = _digest([common, *_own_facts()]).hex()
+    file = Path(folder) / f"dynamiq_jax-{own}-{jax.process_index()}.program"
     found = _loaded(file, args)
-    words = np.frombuffer(common.digest()[:16], np.uint32)
-    told = np.append(words, np.uint32(found is not None))
+    told = np.append(np.frombuffer(common, np.uint32), np.uint32(found is not None))
     everywhere = rows_of_all(told)
+    if (everywhere[:, :-1] != told[:-1]).any():
+        warn("load_or_compile: processes differ in key, arguments or devices, so that every start "
+             "compiles the step: give all of them the same")  # fmt: skip
     # Tracing may ask all processes, so none of them loads what another one traces.
     if found is not None and (everywhere == told).all():
         return found
@@ -108,22 +110,35 @@ def _use_caches(settings: dict[str, Any]) -> None:
     compilation_cache.reset_cache()  # JAX looks at the settings once
 
 
-def _digest(step: Any, args: Any, key: object) -> Any:
-    """Facts that all processes have alike, on which programs depend."""
+def _facts_of_all(step: Any, args: Any, key: object) -> list[Any]:
+    """Facts on which programs depend, and which all processes have alike."""
     leaves, tree = jax.tree.flatten(args)
     device = jax.devices()[0]
-    facts = [
+    return [
         jax.__version__, jaxlib.version.__version__, device.client.platform_version,
         [(d.id, d.device_kind, d.process_index) for d in jax.devices()],
-        sorted(pair for pair in os.environ.items() if pair[0].startswith(READ)),
-        # Each host may have a cache of its own.
-        sorted((k, repr(v)) for k, v in jax.config.values.items() if "cache" not in k),
         getattr(step, "__qualname__", type(step).__qualname__), tree, key,
         jax.sharding.get_abstract_mesh(),
         [(np.shape(leaf), leaf.dtype, getattr(leaf, "weak_type", False), _where(leaf))
          for leaf in leaves],
     ]  # fmt: skip
-    return hashlib.sha256("\n".join(map(repr, facts)).encode())
+
+
+def _own_facts() -> list[Any]:
+    """Facts on which programs depend, and which processes may have each for itself.
+
+    ``NCCL_HOSTID`` names a host, and ``CUDA_VISIBLE_DEVICES`` the GPU of a process, which
+    ``jax.distributed.initialize`` writes into JAX's configuration.
+    """
+    return [
+        sorted(pair for pair in os.environ.items() if pair[0].startswith(READ)),
+        # Each host may have a cache of its own.
+        sorted((k, repr(v)) for k, v in jax.config.values.items() if "cache" not in k),
+    ]
+
+
+def _digest(facts: list[Any]) -> bytes:
+    return hashlib.sha256("\n".join(map(repr, facts)).encode()).digest()[:16]
 
 
 def _where(leaf: Any) -> Any:

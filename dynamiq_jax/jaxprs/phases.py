@@ -23,12 +23,13 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.extend.core import JaxprEqn, Literal
 
-from dynamiq_jax.core.compat import evaluate, inner_jaxprs, name_of
+from dynamiq_jax.core.compat import evaluate, evaluate_on, inner_jaxprs, name_of, varying_axes
 from dynamiq_jax.core.warned import warn
-from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, VIEWS, collective_of
+from dynamiq_jax.jaxprs.primitives import CALLS, CONTROL, FILLS, VIEWS, collective_of
 from dynamiq_jax.jaxprs.walk import interpret, within
 
 SMALL = 2**15
@@ -102,6 +103,35 @@ def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
         with jax.named_scope(op.scope) if op.scope else contextlib.nullcontext():
             made = evaluate(op.equation, *map(read, op.takes))
         values.update(zip(op.makes, made, strict=True))
+
+
+def _run_light(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
+    """As `run`; equal sums of small arrays are one: each would take the network's latency."""
+    groups: dict[Any, list[Operation]] = {}
+    for op in operations:
+        groups.setdefault(_joins(op, values), []).append(op)
+    for own in groups.values():
+        if len(own) == 1:
+            run(own, values)
+            continue
+        arrays = [values[slot] for op in own for slot in slots(op.takes)]
+        ends = list(itertools.accumulate(x.size for x in arrays))
+        with jax.named_scope(own[0].scope) if own[0].scope else contextlib.nullcontext():
+            flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+            (total,) = evaluate_on(own[0].equation, flat)
+        parts = jnp.split(total, ends[:-1])
+        for op, x, part in zip(own, arrays, parts, strict=True):
+            values.update(zip(op.makes, [part.reshape(x.shape)], strict=True))
+
+
+def _joins(op: Operation, values: Mapping[Slot, Any]) -> Any:
+    """Equal for operations that can be one sum of all their arrays."""
+    takes = slots(op.takes)
+    if collective_of(name_of(op.equation)) != "psum" or not len(takes) == len(op.takes) == 1:
+        return op.makes
+    x, params = values[takes[0]], op.equation.params.items()
+    told = sorted((name, str(value)) for name, value in params)
+    return name_of(op.equation), tuple(told), op.scope, x.dtype, varying_axes(x)
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
@@ -243,11 +273,23 @@ def _computation(
 ) -> Computation:
     """The computation before a round."""
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
-    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
-    others = (op.takes for op in operations if (op.round, op.moves) != (number, False))
     made = {slot for op in own for slot in op.makes}
+    fills = {slot: op for op in _fills(operations) for slot in op.makes}
+    # Another computation fills its arrays itself.
+    others = (op for op in operations if (op.round, op.moves) != (number, False))
+    left = (x for op in others for x in slots(op.takes) if op.moves or x not in fills)
+    # Only what others take leaves the computation: XLA fuses the rest, and frees it.
+    leaves = sorted(made.intersection(itertools.chain(left, sources)))
+    needed = slots(itertools.chain(*(op.takes for op in own)))
+    filled: list[Operation] = []
+    while needed:
+        slot = needed.pop()
+        if slot in fills and slot not in made:
+            filled.append(fills[slot])
+            made.update(fills[slot].makes)
+            needed += slots(fills[slot].takes)
+    own = sorted([*filled, *own], key=lambda op: op.makes)
     taken = dict.fromkeys(slots(itertools.chain(*(op.takes for op in own))))
-    leaves = sorted(made.intersection(slots(itertools.chain(*others, sources))))
 
     @jax.jit
     def compute(values: dict[Slot, Any]) -> dict[Slot, Array]:
@@ -256,6 +298,21 @@ def _computation(
         return {slot: values[slot] for slot in leaves}
 
     return Computation(tuple(slot for slot in taken if slot not in made), compute)
+
+
+def _fills(operations: Iterable[Operation]) -> list[Operation]:
+    """Operations that fill arrays, as with zeros.
+
+    Each round that takes such an array makes it: from round to round a layer's worth of zeros would
+    stay in memory, and go along with what a loop carries.
+    """
+    made: set[Slot] = set()
+    found = []
+    for op in operations:
+        if name_of(op.equation) in FILLS and made.issuperset(slots(op.takes)):
+            made.update(op.makes)
+            found.append(op)
+    return found
 
 
 def _without_late(
@@ -373,6 +430,14 @@ class Progress:
         same.computed = self.computed
         return same
 
+    def beyond(self, fresh: "Progress") -> dict[Slot, Array]:
+        """The values of `held` that ``fresh`` lacks, the same call of which nothing has run."""
+        return {slot: x for slot, x in self.held.items() if slot not in fresh._values}
+
+    def again(self, fresh: "Progress", beyond: Mapping[Slot, Array]) -> "Progress":
+        """A call in the same state: with the arguments of ``fresh``, and with its `beyond`."""
+        return self.holding({**fresh._values, **beyond})
+
     def arrived(self, payload: Mapping[Slot, Array]) -> "Progress":
         """An equal call with this `payload`; its last kernels have not run."""
         values = {**self._traced.constants, **payload}
@@ -410,7 +475,10 @@ class Progress:
     def exchange(self) -> None:
         """Runs the next round of collectives."""
         moves = self._traced.rounds[self._round]
-        run(moves, self._values)
+        if self.light_left:
+            _run_light(moves, self._values)
+        else:
+            run(moves, self._values)
         self._waits = [slot for op in moves for slot in op.makes]
         self._round += 1
         self.computed = False

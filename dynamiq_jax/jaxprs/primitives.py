@@ -34,6 +34,9 @@ SAME = CASTS | frozenset("copy copy_p optimization_barrier assume_invarying".spl
 VIEWS = frozenset("reshape slice squeeze".split())
 """Primitives that compute nothing. XLA joins them with what takes their results."""
 
+FILLS = CASTS | {"broadcast_in_dim"}
+"""Primitives that make an array of one number, if they take no other array."""
+
 RESHAPES = frozenset("broadcast_in_dim reshape squeeze transpose slice rev".split())
 """Primitives that make an array of equal entries of another one."""
 

@@ -167,7 +167,7 @@ class Method(Options, ABC):
     def pushed(self, n_workers: int) -> tuple[int, int] | None:
         """The bytes of a sum from which, and up to which, one push kernel is fastest over NVLink.
 
-        `None`: push kernels do not run here, or are never the fastest.
+        `None`: none does a sum, or none was measured among so many GPUs.
         """
         return None
 
@@ -322,7 +322,7 @@ class WrappedMethod(Method):
     def pushed(self, n_workers: int) -> tuple[int, int] | None:
         """The bytes of a sum from which, and up to which, one push kernel is fastest over NVLink.
 
-        `None`: push kernels do not run here, or are never the fastest.
+        `None`: none does a sum, or none was measured among so many GPUs.
         """
         return None
 

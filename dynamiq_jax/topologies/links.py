@@ -37,7 +37,6 @@ from jaxtyping import Int
 import pallas_kernels as pk
 from dynamiq_jax.core.axis import Axis, rounded_to
 from pallas_kernels import peers
-from pallas_kernels.backend import MOST_WORKERS
 
 # --- Links ----------------------------------------------------------------------------------------
 
@@ -345,13 +344,6 @@ def _text(name: str) -> str:
         return Path(name).expanduser().read_text()
     except OSError:
         return ""
-
-
-def may_push() -> str | None:
-    """The note of `explain` on processes that could push, which they do only if told."""
-    several = 1 < jax.process_count() and jax.device_count() <= MOST_WORKERS
-    able = several and pk.needs_of_push() is None
-    return "by collectives; between these processes transport='push' also runs" if able else None
 
 
 def between_hosts() -> str | None:

@@ -57,7 +57,6 @@ from dynamiq_jax.topologies.links import (
     between_hosts,
     copy_engines,
     in_one_domain,
-    may_push,
 )
 
 # --- All topologies -------------------------------------------------------------------------------
@@ -547,8 +546,6 @@ def with_transport(
     engines = copy_engines() if here and transport is None else None
     if engines is None:
         note = between_hosts() if here else None
-        if here and transport is None and isinstance(topology, Direct) and not topology.transport:
-            note = note or may_push()
         return topology.with_transport(transport or "collectives"), note
     if n_workers > COPYING:
         why = f"{n_workers} workers are more than {COPYING}, and each of n - 1 copies takes longer"

@@ -167,6 +167,8 @@ class Pipeline:
         small = SMALL if seeds is None else 0
         seeds = seeds or self._seeds
         begun = self._traces.start(reducer.reduce, own, seeds, number, alike, small=small)
+        # Its statistics need nothing that is on its way.
+        begun.compute()
         moving = [*self._ready, begun]
         gradient = hold(moving, gradient)
         self._ready = self._compute(moving)
@@ -182,8 +184,12 @@ class Pipeline:
         one round beside the whole loop.
         """
         # Outside of the loop, so that what the loop carries is a payload in each turn.
-        begun.prepare()
         others = [progress for progress in self._ready if progress is not begun]
+        if begun.light_left:
+            begun.exchange()
+            # Statistics go first: the loop's first payload is then encoded beside those of others.
+            hold([begun, *others], None)
+        begun.prepare()
         for progress in others:
             progress.exchange()
         self._ready = []
@@ -235,7 +241,8 @@ class Pipeline:
     def _compute(self, moving: Sequence[Progress]) -> list[Progress]:
         """Runs what has arrived on its way; returns those that go on."""
         for progress in moving:
-            progress.compute()
+            if not progress.computed:
+                progress.compute()
         self._done += [progress for progress in moving if progress.done and progress.ready]
         return [progress for progress in moving if not progress.done]
 
@@ -283,16 +290,24 @@ def announce(coming: Progress | None, following: Progress | None, passing: Any) 
 
 
 def arrive(progress: Progress | None, passing: Any) -> Any:
-    """``passing``, which waits for what was sent; then the gather's last kernels.
+    """``passing``, which waits for what was sent; then the gather's last kernels."""
+    if progress is None or progress.done:
+        return passing
+    passing = land(progress, passing)
+    progress.compute()
+    return passing
+
+
+def land(progress: Progress, passing: Any) -> Any:
+    """``passing``, which waits for what was sent; the gather's last kernels have not run.
 
     Rounds after the payload's come first: over links inside of a host these take little.
     """
-    while progress is not None and not progress.done:
+    while progress.rounds_left:
         passing = hold([progress], passing)
         progress.compute()
-        if not progress.done:
-            progress.exchange()
-    return passing
+        progress.exchange()
+    return hold([progress], passing)
 
 
 def without(pull: Callable, known: Any) -> Callable:

@@ -12,7 +12,8 @@ forward pass runs, of L layers::
                after the loop: the payload of step 0 travels beside the function before the scan
 
     forward with gathers (FSDP, pending differences): before the loop: the parameters of step 0
-               loop, t = 0 ... L - 2: those of step t + 1 are gathered beside step t
+               loop, t = 0 ... L - 2: those of step t + 1 travel beside step t, whose own are
+                   decoded and those of step t + 2 encoded meanwhile (`_Ahead`)
                step L - 1, after the loop: the next function's parameters are gathered beside it
     backward with gathers: the same way back; step 0 is after the loop
 
@@ -36,7 +37,17 @@ from dynamiq_jax.core.axis import Axis
 from dynamiq_jax.jaxprs.phases import Progress
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.in_backward import Reducer, gradient_like, inexact_leaves
-from dynamiq_jax.training.interleaved import Beside, Gathers, Pipeline, Seeds, arrive, send, without
+from dynamiq_jax.training.interleaved import (
+    Beside,
+    Gathers,
+    Pipeline,
+    Seeds,
+    arrive,
+    hold,
+    land,
+    send,
+    without,
+)
 from dynamiq_jax.tree.leaves import describe_leaves, names_of
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
@@ -249,30 +260,24 @@ class Layers(NamedTuple):
             x, (rows, outputs) = loop.scan(step, beside.send(x), range(loop.length))
             return loop.left(beside.arrive(x), outputs), Kept(rows, None, taken, shared), None
 
-        pends, keeps = gathers.pending is not None, gathers.keeps
-        kept = lambda progress: progress.payload if keeps else None
-        # The carry has the copies, whose rows become current in place.
-        current = _put(taken[1], mine.result, loop.place(0)) if pends else None
+        ahead = _Ahead(self, gathers, taken, mine)
 
         def turn(carry: Any, t: Array) -> tuple[Any, Any]:
-            x, own, payload, current = carry
-            # Differences are added to the copies as they are now.
-            coming = self.start(gathers, (taken[0], current) if pends else taken, t + 1)
-            # The transfer begins before the step does, and its results are waited for after it.
-            x, output, pull = applied(own, send(coming, x))
-            x = arrive(coming, x)
-            if pends:
-                current = _put(current, coming.result, loop.place(t + 1))
-            return (x, coming.result, kept(coming), current), ((pull, payload), output)
+            x, state = carry
+            coming, own, x, rest = ahead.turn(state, x, t)
+            x, output, pull = applied(own.result, x)
+            x = land(coming, x)
+            return (x, ahead.landed(coming, rest)), ((pull, kept(own)), output)
 
-        carry = x, mine.result, kept(mine), current
-        carry, (rows, outputs) = loop.scan(turn, carry, range(loop.length - 1))
-        x, own, payload, current = carry
-        x, output, pull = applied(own, beside.send(x))
+        kept = lambda progress: progress.payload if gathers.keeps else None
+        (x, state), (rows, outputs) = loop.scan(turn, (x, ahead.state), range(loop.length - 1))
+        x = beside.send(x)
+        own, current = ahead.last(state)
+        x, output, pull = applied(own.result, x)
         # The loop has stacked all outputs but that of the last step.
         outputs = jax.tree.map(lambda y, z: jnp.concatenate([y, z[None]]), outputs, output)
-        stacked = current if pends else taken
-        kept_all = Kept(rows, (pull, payload), stacked, shared)
+        stacked = taken if current is None else current
+        kept_all = Kept(rows, (pull, kept(own)), stacked, shared)
         return loop.left(beside.arrive(x), outputs), kept_all, current
 
     def last_gather(self, gathers: Gathers, kept: Kept) -> Progress | None:
@@ -320,6 +325,68 @@ class Layers(NamedTuple):
         if mine is not None and last:
             finals[0], passing = back.step(pipeline, 0, own, passing, before)
         return lambda: back.joined(rows, finals), back.finished(passing)
+
+
+class _Ahead:
+    """The gathers of a scan's forward pass: one travels while those around it are coded.
+
+    In the turn of step t the payload of step t + 1 travels, from the first moment on: the turn
+    before has encoded it. Meanwhile the payload of step t is decoded, which has arrived in the turn
+    before, and that of step t + 2 is encoded. So a loop carries both payloads, and no whole
+    parameters. What a gather takes, such as a row of the masters, is read again in each turn.
+    """
+
+    def __init__(self, layers: Layers, gathers: Gathers, taken: Any, mine: Progress):
+        self._layers, self._gathers, self._taken = layers, gathers, taken
+        self._last = layers.loop.length - 1
+        current = None if gathers.pending is None else taken[1]
+        self._fresh = self._start(current, 0)
+        # Decoded once more in the first turn; nobody takes the first result, so XLA drops that.
+        self._arrived = mine.arrived(mine.payload)
+        self._ready = self._prepared(current, min(1, self._last))
+        self.state = self.landed(self._arrived, (self._ready, current))
+        """The state that the first turn takes."""
+
+    def turn(self, state: Any, x: Any, t: Any) -> tuple[Progress, Progress, Any, Any]:
+        """The next step's gather, on its way; this one's, which is over; x; what `landed` takes."""
+        arrived, ready, current = state
+        coming = self._ready.again(self._start(current, t + 1), ready)
+        x, arrived = hold([coming], (x, arrived))
+        if coming.rounds_left:
+            coming.exchange()
+        own, current = self._decoded(arrived, current, t)
+        # One too many in the last turn: another copy of the layer's program would cost more.
+        following = self._prepared(current, jnp.minimum(t + 2, self._last))
+        return coming, own, x, (following, current)
+
+    def landed(self, coming: Progress, state: tuple[Progress, Any]) -> Any:
+        """The state that the next turn takes, once the payload has arrived."""
+        following, current = state
+        return coming.beyond(self._fresh), following.beyond(self._fresh), current
+
+    def last(self, state: Any) -> tuple[Progress, Any]:
+        """The last step's gather, which is over, and the parameters if they are pending."""
+        arrived, _, current = state
+        return self._decoded(arrived, current, self._last)
+
+    def _start(self, current: Any, step: Any) -> Progress:
+        # Differences are added to the copies as they are now. The loop carries these, whose rows
+        # become current in place.
+        taken = self._taken if current is None else (self._taken[0], current)
+        return self._layers.start(self._gathers, taken, step)  # type: ignore[return-value]
+
+    def _prepared(self, current: Any, step: Any) -> Progress:
+        progress = self._start(current, step)
+        if progress.rounds_left:
+            progress.prepare()
+        return progress
+
+    def _decoded(self, arrived: Any, current: Any, step: Any) -> tuple[Progress, Any]:
+        own = self._arrived.again(self._start(current, step), arrived)
+        own.compute()
+        if current is not None:
+            current = _put(current, own.result, self._layers.loop.place(step))
+        return own, current
 
 
 class _Back:

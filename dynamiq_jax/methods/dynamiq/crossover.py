@@ -21,23 +21,27 @@ def _entry(n_workers: int) -> dict[str, Any]:
     return next(enough, _MEASURED[-1])
 
 
+def _here(name: str) -> str:
+    """The name of an answer for one process, or for one process of several with a GPU each."""
+    return name if jax.process_count() == 1 else f"{name}_of_processes"
+
+
 def psum_bytes(n_workers: int) -> int:
     """The bytes of a bucket below which `jax.lax.psum` is faster on GPUs connected by NVLink.
 
-    One process for each GPU has no copy engines, and pushes only if told, so its limit is larger.
+    One process for each GPU has no copy engines, so its limit is larger.
     """
     entry = _entry(n_workers)
-    alone = entry["psum_bytes"]
-    return alone if jax.process_count() == 1 else entry.get("psum_bytes_of_processes", alone)
+    return entry.get(_here("psum_bytes"), entry["psum_bytes"])
 
 
 def push_bytes(n_workers: int) -> tuple[int, int] | None:
     """The bytes of a call's buckets from which, and up to which, push kernels are the fastest.
 
-    `None`: push kernels were not measured on this many GPUs, or not between processes.
+    `None`: push kernels were not measured on this many GPUs, or between as many processes.
     """
-    found = _entry(n_workers).get("push_bytes")
-    measured = jax.process_count() == 1 and n_workers <= _MEASURED[-1]["n_devices"]
+    found = _entry(n_workers).get(_here("push_bytes"))
+    measured = n_workers <= _MEASURED[-1]["n_devices"]
     return tuple(found) if found is not None and measured else None
 
 

@@ -244,7 +244,7 @@ class DynamiQ(HopMethod):
     def pushed(self, n_workers: int) -> tuple[int, int] | None:
         """See `Method`. A plan needs statistics first, and callbacks cannot be left out later."""
         in_one_kernel = self.plan is False and pk.pushes(self._wire, self.backend)
-        if self.debug_checks or not in_one_kernel or pk.needs_of_push() is not None:
+        if self.debug_checks or not in_one_kernel:
             return None
         return push_bytes(n_workers)
 
