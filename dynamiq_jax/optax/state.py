@@ -240,7 +240,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             remedy = "pass the optimizer and the parameters that it was saved with"
-            if _is_untyped(fresh, old):
+            if _is_untyped(fresh, map(name_of, _paths(fresh))):
                 remedy = (
                     f"fresh does not say {_WHICH}; in the place "
                     "of nnx.state(optimizer) pass the nnx.Optimizer itself"
