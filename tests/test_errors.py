@@ -220,6 +220,21 @@ def test_unknown_axis(name):
         shard_mapped(ours, jnp.ones(8), in_specs=P("data"))
 
 
+@pytest.mark.parametrize("axis_name", ["row", ("data", "row")])
+def test_axes_of_vmap_inside_of_a_map_with_types(axis_name):
+    """JAX refuses them, too, by an assertion without words; also where the axis has the size 1."""
+
+    def summed(rows, check_vma):
+        ours = functools.partial(dq.psum, axis_name=axis_name, compression=dq.F32())
+        over = lambda x: jax.lax.pmean(jax.vmap(ours, axis_name="row")(x)[0], "data")
+        shard_mapped(over, jnp.ones((8 * rows, 8192)), in_specs=P("data"), check_vma=check_vma)
+
+    for rows in (1, 2):
+        with raises(NotImplementedError, "axis_name=", "axes of jax.vmap", "check_vma=False"):
+            summed(rows, True)
+        summed(rows, False)
+
+
 UNMAPPED = {
     "psum": dq.psum, "pmean": dq.pmean, "reduce": dq.reduce, "psum_scatter": dq.psum_scatter,
     "all_gather": dq.all_gather, "fsdp": dq.fsdp,

@@ -267,6 +267,7 @@ def test_each_layer_travels_once():
         ({"compression": small(dq.ErrorFeedback(dq.DynamiQ()))}, "has memory, and a backward pass"),
         ({"specs": P("data")}, r"splits the layers themselves.*P\(None, 'data'\)"),
         ({"xs": {"kernel": jnp.ones((3, DIM, DIM)), "bias": jnp.ones(())}}, "bias.* is a scalar"),
+        ({"xs": {"kernel": jnp.ones((0, DIM, DIM)), "bias": jnp.ones((0, DIM))}}, "has 0 layers"),
         (
             {"xs": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}},
             r"\['bias'\] 2, \['kernel'\] 3; stack",

@@ -85,6 +85,19 @@ def test_exact_gradients_have_the_bits_of_lax_scan(kind, form):
     assert all(np.any(g != 0) for g in jax.tree.leaves(found[1]))
 
 
+def test_jax_sums_large_leaves_of_a_layer_for_whose_use_it_has_no_rule():
+    """On Explicit axes; the bias is added to examples, and the kernel meets them in a product."""
+    large = dataclasses.replace(EXACT, min_leaf_size=1)
+    with pytest.warns(UserWarning, match=r"gradients of leaf \['bias'\].*of each layer of dq.scan"):
+        found = on("explicit", partial(loss_of, scan=partial(dq.scan, axis_name="data")), large)
+    assert_same_bits(found, on("explicit", loss_of, F32))
+    wrong = lambda params, x: dq.scan(
+        lambda x, own: (x @ own["bias"], None), x, params["layers"], "data"
+    )
+    with pytest.raises(TypeError, match="carry"):
+        on("explicit", wrong, large)
+
+
 @pytest.mark.usefixtures("padding_is_free")
 @pytest.mark.parametrize("kind", daily(KINDS, []))
 def test_layers_travel_in_the_backward_pass_once(kind):

@@ -119,10 +119,17 @@ class Axis:
     @property
     def tracked(self) -> bool:
         """Whether the surrounding map checks varying axes (shard_map's ``check_vma=True``)."""
-        found = [False]
-        if self.names:  # Traced, so that nothing runs where the caller is not in jit.
-            jax.eval_shape(lambda: found.append(self.varies(lax.axis_index(self.names))))
-        return found[-1]
+        found: list[frozenset[str]] = []
+        indices = lambda: map(lax.axis_index, self.names)
+        # Traced, so that nothing runs where the caller is not in jit.
+        jax.eval_shape(lambda: found.extend(map(varying_axes, indices())))
+        tracked = bool(found) and frozenset().union(*found).issuperset(self.names)
+        if tracked and self.vmapped:
+            raise NotImplementedError(
+                f"axis_name={self.name!r}: inside of jax.shard_map with check_vma=True JAX has no "
+                "collectives over axes of jax.vmap; pass check_vma=False to jax.shard_map"
+            )
+        return tracked
 
     @property
     def mapped(self) -> bool:
@@ -130,7 +137,7 @@ class Axis:
         try:
             if 1 in [lax.axis_size(name) for name in self.names]:  # of all names
                 # Outside of maps JAX tells the size 1, too, where its types leave out such axes.
-                jax.eval_shape(lambda: lax.axis_index(self.names))
+                jax.eval_shape(lambda: [lax.axis_index(name) for name in self.names])
         except NameError:
             return False
         return True

@@ -15,14 +15,16 @@ from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.core.axis import mesh_of, resharded
-from dynamiq_jax.core.compat import traced_for
+from dynamiq_jax.core.compat import refusals, traced_for
+from dynamiq_jax.core.warned import warn
+from dynamiq_jax.plan.plan import described
 from dynamiq_jax.reduction.explicit_sums import large_leaves, reduce_unreduced
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_axes import BACKWARD
 from dynamiq_jax.training.in_backward import gradient_like, inexact_leaves
 from dynamiq_jax.training.interleaved import Seeds, without
 from dynamiq_jax.training.layers import Body, Loop, row_of, row_of_gradients
-from dynamiq_jax.tree.leaves import axes_of
+from dynamiq_jax.tree.leaves import axes_of, describe_leaves
 
 
 class Outside(NamedTuple):
@@ -53,6 +55,47 @@ class Outside(NamedTuple):
         # By the sizes of one layer: its terms travel, not those of the stack.
         large = large_leaves(total, like, placed, mesh)
         return cls(total, mesh, loop, like, frozenset(large))
+
+    def taken_by(self, program: Callable[["Outside"], Any]) -> tuple["Outside", Any]:
+        """The scan with those large leaves that JAX takes typed, and the layer's program for it.
+
+        JAX sums the gradients of others. A leaf has one type in the whole layer, since each turn
+        of the loop carries terms of the same leaves; in other losses it has one in each use.
+        """
+        try:
+            return self, program(self)
+        except refusals() as refused:
+            error = refused
+
+        def taken(*large: int) -> Any:
+            try:
+                return program(self._replace(large=frozenset(large)))
+            except refusals():
+                return None
+
+        # Without any typed leaf, too: the error is not about types.
+        if taken() is None:
+            raise error
+        large = sorted(i for i in self.large if taken(i) is not None)
+        self._warn_of_native(self.large.difference(large))
+        scan = self._replace(large=frozenset(large))
+        return scan, program(scan)
+
+    def _warn_of_native(self, native: frozenset[int]) -> None:
+        """Warns of large gradients that JAX sums."""
+        leaves = [x for x in describe_leaves(self.like) if x.index in self.large]
+        alone = [x for x in leaves if x.index in native]
+        nbytes = sum(x.nbytes for x in alone)
+        # Below a percent of the bytes the warning would be noise, as of norms' scales.
+        if nbytes <= sum(x.nbytes for x in leaves) / 100:
+            return
+        warn(
+            f"JAX sums gradients of {described(alone)} of each layer of dq.scan ({nbytes:,} "
+            "bytes), uncompressed: it has no rule for a use of parameters that are typed as "
+            f"reduced over axis {self.total.axis.name!r}. "
+            "scan(compression=dq.Compression(exclude=...)) says that it is meant; a mesh of Auto "
+            "axes compresses all"
+        )
 
     def typed(self, xs: Any, step: Any) -> Any:
         """One layer's parameters; large ones are typed as reduced."""
@@ -138,8 +181,12 @@ def scan_outside(
     """
     # The body's program needs a layer's types, which `Outside` tells.
     scan = Outside.of(total, xs, Loop(_no_body, *order, alone=True))
-    own = jax.eval_shape(lambda xs: scan.typed(xs, 0), xs)
-    init, shared, body = closed(init, own, scan.loop.length)
+
+    def program(scan: Outside) -> tuple[Any, Any, Body]:
+        own = jax.eval_shape(lambda xs: scan.typed(xs, 0), xs)
+        return closed(init, own, scan.loop.length)
+
+    scan, (init, shared, body) = scan.taken_by(program)
 
     @jax.custom_vjp
     def run(xs: Any, shared: Any, x: Any, words: Array | None) -> Any:

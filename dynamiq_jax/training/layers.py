@@ -162,7 +162,13 @@ def length_of(stacked: Any, length: int | None = None) -> int:
             f"the number of layers is the first dimension of every leaf, and they are: {told}; "
             "stack as many layers in each leaf"
         )
-    return next(iter(lengths))
+    (count,) = lengths
+    if not count:
+        raise ValueError(
+            f"leaf {lengths[0]} of the stacked parameters has 0 layers, which leaves nothing to "
+            "reduce; stack at least one, or call jax.lax.scan"
+        )
+    return count
 
 
 def _of_rows(specs: Any, axis: Axis) -> Any:
