@@ -212,6 +212,7 @@ SCANNED_OF = {
     "zero-explicit:5/2.5": "the same, Explicit axes",
     "zero-pipeline:5/2.5": "`dq.scan`, sharded",
     "zero-dear:5/2.5": "`dq.scan`, sharded, deferred",
+    "zero-dear:few/few": "the same, `few_bits`",
     "xla-fsdp": "FSDP by XLA, bf16",
     "fsdp:5/8": "`dq.scan`, FSDP",
     "fsdp-keep:5/8": "the same, payloads kept",
@@ -795,8 +796,8 @@ def texts() -> dict[Path, str]:
         "steps": f"{steps_table()}\n\n{steps}",
         "scanned": f"{scanned_table()}\n\n" + caption(
             "scanned", "16 and 32 checkpointed layers, 3,072 tokens per GPU, two hosts of"
-            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B one sample; first: tracing and compiling 16, 32"
-            " layers on two GPUs; largest: fits 130 GiB, by XLA's analysis"),
+            f" one H200 at 25 Gb/s; {JAX}. GiB: temporaries; 7 B one sample; first: tracing and"
+            " compiling 16, 32 layers on two GPUs; largest: fits 130 GiB, by XLA's analysis"),
         "break-even": break_even_table(),
         "report": report_table(),
         "all-reduce": all_reduce_table() + "\n\n" + caption(
