@@ -153,7 +153,7 @@ OURS = "dp:5,dp:4,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,zero-pipeline:4
 CHECKPOINTED = "fsdp:5/8,fsdp-checkpoint:5/8,fsdp-keep-checkpoint:5/8"
 SCANNED = (
     "none,bf16-psum,auto:5,explicit:5,dp:5,zero:5/2.5,zero-explicit:5/2.5,zero-pipeline:5/2.5,"
-    "zero-dear:5/2.5,fsdp-keep:5/8"
+    "zero-dear:5/2.5,zero-dear:few/few,fsdp-keep:5/8"
 )
 LARGE = "bf16-zero,zero:5/2.5,zero-pipeline:5/2.5,zero-dear:5/2.5,fsdp-keep:5/8"
 FIRST = (

@@ -212,6 +212,7 @@ SCANNED_OF = {
     "zero-explicit:5/2.5": "the same, Explicit axes",
     "zero-pipeline:5/2.5": "`dq.scan`, sharded",
     "zero-dear:5/2.5": "`dq.scan`, sharded, deferred",
+    "zero-dear:few/few": "the same, `few_bits`",
     "xla-fsdp": "FSDP by XLA, bf16",
     "fsdp:5/8": "`dq.scan`, FSDP",
     "fsdp-keep:5/8": "the same, payloads kept",
