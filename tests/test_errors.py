@@ -396,6 +396,8 @@ def test_value_and_grad_refuses_meshes():
     both = jax.make_mesh((4, 2), ("data", "model"))
     with raises(NotImplementedError, "axis_name=0", "name of a mapped axis"):
         dq.value_and_grad(loss, mesh=mesh, axis_name=0)
+    with raises(ValueError, "mesh=(8,) is not a mesh", "dq.make_mesh"):
+        dq.value_and_grad(loss, mesh=(8,), axis_name="data")
     # Several axes together may be the data-parallel one.
     dq.value_and_grad(loss, mesh=both, axis_name=("data", "model"))
     # A further axis of size 1 is no obstacle.

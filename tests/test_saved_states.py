@@ -80,6 +80,14 @@ def test_specs_of_a_memory_without_its_type():
     assert dq.optax.state_specs(others) == {"memory": {"value": P()}}
 
 
+def test_a_state_that_had_a_memory_is_not_taken_for_one_without_types():
+    """Gradients that are too small to be compressed have no memory."""
+    memory = dq.optax.state.PerWorker({"w": np.zeros((8, 4, 3))}, "data")
+    saved, fresh = ({"memory": x, "mu": np.zeros(n)} for x, n in ((memory, 12), (None, 2)))
+    with pytest.raises(ValueError, match=r"has \(2,\); pass the optimizer and the parameters"):
+        dq.optax.restore_state(saved, fresh)
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_flax_serialization_takes_a_state(deferred):
     params = {"w": np.arange(99, dtype=np.float32).reshape(9, 11)}

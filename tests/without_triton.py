@@ -2,10 +2,11 @@
 
     python without_triton.py train [BACKEND]
     python without_triton.py lower
+    PYTHONPATH=$PWD/tests python -m pytest -p without_triton tests/gpu
 
-Both print JSON: the backend and the losses of ten steps on the devices here, and the kernels of
-programs that are lowered for a Hopper GPU, which this process pretends to have. JAX keeps
-Triton if a backend is named.
+The first two print JSON: the backend and the losses of ten steps on the devices here, and the
+kernels of programs that are lowered for a Hopper GPU, which this process pretends to have. JAX
+keeps Triton if a backend is named. The last one runs tests.
 """
 
 import json
@@ -36,6 +37,11 @@ class Lost:
     def find_spec(self, name, path=None, target=None):
         if name.startswith(LOST):
             raise ImportError(f"{name} is lost")
+
+
+def pytest_configure() -> None:
+    """Lets the tests of a process do without Triton."""
+    sys.meta_path.insert(0, Lost())
 
 
 def method(backend: pk.Backend | None = None, **options: Any) -> dq.Compression:

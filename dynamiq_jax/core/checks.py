@@ -94,8 +94,17 @@ def axis_sizes(axis: Axis, collective: str = "the reduction") -> tuple[int, ...]
         ) from None
 
 
+def check_is_mesh(mesh: Any) -> None:
+    """Refuses what is no mesh, such as the sizes of its axes."""
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(
+            f"mesh={_brief(mesh)} is not a mesh; pass for example dq.make_mesh((-1,), ('data',))"
+        )
+
+
 def sizes_on(mesh: Mesh | AbstractMesh, axis: Axis) -> tuple[int, ...]:
     """The workers on every axis of a mesh; refuses a mesh without these axes."""
+    check_is_mesh(mesh)
     missing = [name for name in axis.names if name not in mesh.shape]
     if missing:
         raise ValueError(f"axis_name={missing[0]!r} is not in the mesh; it has {mesh.axis_names}")
@@ -163,15 +172,21 @@ def check_fields(options: Any) -> None:
         given = getattr(options, field.name)
         if given is field.default:
             continue
-        value = _as_plain(given)
-        if not _fits(value, field.type):
-            wanted = _alternatives(field.type)
-            raise ValueError(
-                f"{field.name}={given!r}; expected {'one of ' * (len(wanted) > 1)}"
-                f"{', '.join(wanted)}, such as {field.name}={field.default!r}"
-            )
+        value = checked(field.name, given, field.type, field.default)
         if value is not given:
             object.__setattr__(options, field.name, value)
+
+
+def checked(name: str, given: Any, hint: Any, default: Any) -> Any:
+    """An option's value as `check_fields` keeps it; refuses one that is not of the type."""
+    value = _as_plain(given)
+    if not _fits(value, hint):
+        wanted = _alternatives(hint)
+        raise ValueError(
+            f"{name}={given!r}; expected {'one of ' * (len(wanted) > 1)}"
+            f"{', '.join(wanted)}, such as {name}={default!r}"
+        )
+    return value
 
 
 def _as_plain(value: Any) -> Any:

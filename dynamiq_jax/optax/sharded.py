@@ -48,7 +48,7 @@ from dynamiq_jax.core.axis import (
     set_of_leaves,
     together,
 )
-from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
+from dynamiq_jax.core.checks import Op, axis_sizes, check_axis, check_is_mesh, checked
 from dynamiq_jax.core.fingerprint import assert_same_on_workers
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.former import formerly
@@ -294,14 +294,12 @@ def sharded(
         other axes split them otherwise than the masters; the call is outside of maps, and there is
         no mesh; or a wrapper of optax around this transformation uses each worker's own gradients.
     """
-    axis, inner = check_axis(axis_name), optax.with_extra_args_support(inner)
-    gathers = gathers_of(compression, copied=True)
+    axis = check_axis(axis_name)
+    _check_arguments(inner, max_norm, check_every, deferred, mesh)
+    inner, gathers = optax.with_extra_args_support(inner), gathers_of(compression, copied=True)
     options: dict[str, Any] = {"gathers": gathers, "copied": True, "to": "invarying"}
     total = Reduction(axis, as_compression(compression), "mean", **options)
     check_key(key, axis)
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
-
     step = _Update(inner, total, max_norm, key, check_every)
     # One program for all calls of the same facts and types, also where nothing is jitted around.
     run_outside = jax.jit(
@@ -353,6 +351,19 @@ def sharded(
         return run_outside(facts, updates, state, params, extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_arguments(inner: Any, max_norm: Any, check_every: Any, deferred: Any, mesh: Any) -> None:
+    """Refuses arguments of `sharded` that it would misunderstand."""
+    if not all(callable(getattr(inner, name, None)) for name in ("init", "update")):
+        raise ValueError(f"inner={inner!r} is not an optimizer; pass for example optax.adamw(1e-3)")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm={max_norm} must be above 0; pass None for no limit")
+    if checked("check_every", check_every, int, 0) < 0:
+        raise ValueError(f"check_every={check_every} must not be negative; pass 0 for never")
+    checked("deferred", deferred, bool, False)
+    if mesh is not None:
+        check_is_mesh(mesh)
 
 
 # --- Which worker has what ------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from dynamiq_jax.core.axis import Axis, AxisName, axis_names, is_outside
-from dynamiq_jax.core.checks import axis_sizes
+from dynamiq_jax.core.checks import axis_sizes, check_is_mesh
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.reduction.worker_gradients import has_terms
 from dynamiq_jax.tree.leaves import Serializable, check_nodes, name_of, shown
@@ -123,6 +123,7 @@ def init(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh) -> An
 def placed_state(start: Callable[[Any], Any], params: Any, mesh: Mesh) -> Any:
     """`init` by the function that an optimizer starts with."""
     check_nodes(params)
+    check_is_mesh(mesh)
     leaves = jax.tree.leaves(params)
     traced = any(isinstance(x, Tracer) for x in leaves)
     # `jax.set_mesh` is not allowed while JAX traces.
@@ -240,7 +241,7 @@ def restore_state(saved: Any, fresh: Tree) -> Tree:
         elif not isinstance(part, PerWorker):
             has = "is missing" if then[0] is None else f"has {jnp.shape(then[0])}"
             remedy = "pass the optimizer and the parameters that it was saved with"
-            if _is_untyped(fresh, old):
+            if _is_untyped(fresh, map(name_of, _paths(fresh))):
                 remedy = (
                     f"fresh does not say {_WHICH}; in the place "
                     "of nnx.state(optimizer) pass the nnx.Optimizer itself"

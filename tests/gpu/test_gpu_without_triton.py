@@ -16,13 +16,14 @@ from without_triton import N
 import dynamiq_jax as dq
 import pallas_kernels as pk
 from pallas_kernels import backend
-from pallas_kernels._compat import RUNS_MOSAIC
+from pallas_kernels._compat import RUNS_MOSAIC, triton
 
 ROOT = Path(__file__).parent.parent.parent
 
 pytestmark = pytest.mark.skipif(not RUNS_MOSAIC, reason="this JAX has too little of Mosaic GPU")
 
 
+@pytest.mark.skipif(triton() is None, reason="this process has lost Triton")
 def test_triton_is_the_default_where_jax_has_it(monkeypatch):
     assert pk.choose_backend(None) == ("triton", None)
     monkeypatch.setattr(backend, "runs_triton", lambda: False)
