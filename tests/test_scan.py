@@ -13,8 +13,9 @@ import pytest
 from asserts import assert_replicas_equal, assert_same_arithmetic, assert_same_bits
 from cases import CHEAP, EXACT, daily, small
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from workers import auto_mesh, local, mapped, once
+from workers import auto_mesh, local, mapped, mesh_of, once
 
 import dynamiq_jax as dq
 import dynamiq_jax.optax
@@ -126,6 +127,30 @@ def test_compressed_gradients_have_the_bits_of_a_reduction_of_each_layer(reverse
     found, expected = (mapped(f)((layers, shared), x) for f in (ours, theirs))
     assert_same_bits(found, expected)
     assert_replicas_equal(found)
+
+
+def test_layers_are_split_over_an_explicit_axis_that_the_map_leaves_to_jax():
+    """Rows of gradients have this axis in their types, as the parameters do."""
+    mesh = mesh_of(2, 2, kind=AxisType.Explicit)
+    layers, _, x = arrays(3, jnp.float32)
+    split = {"kernel": P(None, None, "model"), "bias": P(None, "model")}
+    specs = NamedSharding(mesh, P("data")), {k: NamedSharding(mesh, v) for k, v in split.items()}
+    x, own = jax.device_put((x[0, :4], {name: layers[name] for name in split}), specs)
+    whole = lambda x, own: (jax.reshard(square(x, own)[0], P(None, None)), None)
+
+    def gradients(own, x, scan=lax.scan, **told):
+        return jax.grad(lambda own: jnp.mean(scan(whole, x, own, **told)[0] ** 2))(own)
+
+    def ours(own, x):
+        told: dict[str, Any] = {"axis_name": "data", "compression": EXACT, "specs": split}
+        return gradients(own, x, dq.scan, **told)
+
+    theirs = lambda own, x: lax.pmean(gradients(local(own, True), x), "data")
+    maps: Any = {"in_specs": (P(), P("data")), "out_specs": P(), "axis_names": {"data"}}
+    with jax.set_mesh(mesh):
+        found, expected = (jax.jit(jax.shard_map(f, **maps))(own, x) for f in (ours, theirs))
+    assert found["kernel"].sharding.spec == split["kernel"]
+    assert_same_bits(*jax.device_get((found, expected)))
 
 
 def square(x, own):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec as P
 
 from dynamiq_jax.compression.compression import (
     AnyPolicy,
@@ -15,13 +16,13 @@ from dynamiq_jax.compression.compression import (
     as_parameters,
 )
 from dynamiq_jax.compression.shards import gathers_of
-from dynamiq_jax.core.axis import Axis, AxisName, check_key, is_outside, key_words
+from dynamiq_jax.core.axis import Axis, AxisName, check_key, is_outside, key_words, resharded
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.former import formerly
 from dynamiq_jax.reduction.reduction import Reduction
 from dynamiq_jax.training.explicit_axes import gather_outside
-from dynamiq_jax.tree.leaves import describe_leaves
+from dynamiq_jax.tree.leaves import axes_of, describe_leaves
 
 
 @formerly(gather=as_parameters)
@@ -221,7 +222,15 @@ class Reducer:
         They have the dtypes that travel: gradients of f32 masters in bf16 take half of the memory.
         """
         pairs = zip(inexact_leaves(self._leaves), jax.tree.leaves(reduced), strict=True)
-        return [self.axis.like(jnp.zeros((length, *x.shape), y.dtype), x) for x, y in pairs]
+
+        def zeros(own: Any, dtype: Any) -> Array:
+            x, spec = jnp.zeros((length, *own.shape), dtype), own.sharding.spec
+            # Explicit axes that the map leaves to JAX are part of a row's type.
+            if axes_of(spec):
+                x = resharded(x, own.sharding.mesh, P(None, *spec.partitions))
+            return self.axis.like(x, own)
+
+        return [zeros(own, y.dtype) for own, y in pairs]
 
     def stacked(self, rows: list[Array], length: int) -> Any:
         """A tree of the `rows` in the parameters' dtypes, and of float0 for integers."""
