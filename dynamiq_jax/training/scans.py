@@ -35,7 +35,7 @@ _numbers = itertools.count(16)
 
 
 _in_layer: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("layer", default=None)
-"""What is reduced in the layer that a scan traces now."""
+"""Parameters that are reduced in the layer that a scan traces now."""
 
 UNREDUCED = "unreduced=True"
 """The reason of which nobody needs to be warned."""
