@@ -3,6 +3,7 @@
 import collections
 import re
 import warnings
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,7 +13,7 @@ import optax
 import pytest
 import test_ways
 import ways
-from cases import CHEAP, daily
+from cases import CHEAP, EXACT, daily, over
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from workers import auto_mesh, mesh_of
@@ -104,6 +105,30 @@ def test_what_xla_drops_is_told_as_sent_by_no_plan():
     found = dq.explain(*mapped(repeats, (4 * 8192,)), verbose=False)
     check(found, most_other=0)
     assert [(run.plan.kind, run.times) for run in found.plans] == [("all-gather", 1)] * 2
+
+
+HOPS = over(dq.Direct(), EXACT)
+"""Values that travel as payloads do, without an encoding to compile."""
+
+
+def test_the_derivative_of_a_collective_is_native_and_in_no_plan():
+    def back(x):
+        both = [partial(COLLECTIVES[name], compression=HOPS) for name in ("psum", "psum_scatter")]
+        # XLA would drop what the two exchanges have in common.
+        found, pullback = jax.vjp(lambda x: [f(i * x) for i, f in enumerate(both, 1)], x)
+        return pullback(found)[0]
+
+    found = dq.explain(*mapped(back, (4 * 8192,)), verbose=False)
+    check(found, native=["all-reduce", "all-gather"])
+    assert sorted((x.plan.kind, x.times) for x in found.plans) == [
+        ("all-reduce", 1), ("reduce-scatter", 1)
+    ]  # fmt: skip
+
+
+def test_workers_of_vmap_send_nothing():
+    one = lambda x: dq.psum(x, "data", compression=CHEAP)
+    found = dq.explain(jax.vmap(one, axis_name="data"), jnp.ones((2, 8192)), verbose=False)
+    assert found.agrees and found.plans == () and found.sent_bytes == 0
 
 
 def test_bools_are_summed_as_the_numbers_that_jax_makes_of_them():

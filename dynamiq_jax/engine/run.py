@@ -17,7 +17,15 @@ from dynamiq_jax.core.axis import Axis, Seed, key_words, together
 from dynamiq_jax.core.compat import half_reduced_axes, inlined, is_constant, is_transposed
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.methods import State
-from dynamiq_jax.plan.plan import NOTABLE, Native, Plan, described, remember, warn_of_native
+from dynamiq_jax.plan.plan import (
+    DERIVATIVE,
+    NOTABLE,
+    Native,
+    Plan,
+    described,
+    remember,
+    warn_of_native,
+)
 from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Values = dict[int, Any]
@@ -215,6 +223,8 @@ def with_tangent(exact: Callable, x: Array, total: Array) -> Array:
 
     @known.defjvp
     def _(primals, tangents):
-        return known(*primals), exact(tangents[0])  # `known`: its derivative has one, too
+        with jax.named_scope(DERIVATIVE):
+            tangent = exact(tangents[0])
+        return known(*primals), tangent  # `known`: its derivative has one, too
 
     return known(x, total)

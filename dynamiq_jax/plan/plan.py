@@ -22,6 +22,8 @@ Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
 SCOPE = "dynamiq_plan_"
 """The beginning of the names of plans in compiled programs."""
+DERIVATIVE = "dynamiq_derivative"
+"""Names what moves tangents or cotangents of a plan's leaves natively, which belongs to no plan."""
 
 
 def lines_of_defaults(defaults: Iterable[str]) -> list[str]:
@@ -254,7 +256,8 @@ def scope_of(path: str) -> str | None:
         _, transposed, inside = path[: match.start()].rpartition("transpose(")
         back = bool(transposed) and inside.count(")") <= inside.count("(")
         plan = _known.get(match[0])
-        found = "" if back and plan is not None and plan.kind == "all-to-all" else match[0]
+        native = back and plan is not None and plan.kind == "all-to-all"
+        found = "" if native or DERIVATIVE in path[match.end() :] else match[0]
     return found
 
 

@@ -197,7 +197,7 @@ def _devices(compiled: Compiled) -> list[Any]:
 
 
 def _times(plan: Plan, asked: float, left: float, *, joins: bool) -> int:
-    """How often a plan runs; 0 if XLA has dropped it.
+    """How often a plan runs; 0 if XLA has dropped it, or one device runs all workers by `jax.vmap`.
 
     Args:
       plan: the plan.
@@ -212,7 +212,8 @@ def _times(plan: Plan, asked: float, left: float, *, joins: bool) -> int:
     payloads = any(bucket.route.topology is not None for bucket in plan.buckets)
     if plan.pushes or (joins and not payloads):
         left = 1.0
-    return max(round(times * left), 1) if left else 0
+    unasked = once > 0 and not asked and not (plan.by_jax or plan.pushes)
+    return 0 if unasked or not left else max(round(times * left), 1)
 
 
 def _others(found: Sequence[Collective]) -> list[Other]:
