@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from asserts import assert_replicas_equal, assert_same_arithmetic, assert_same_bits
+from asserts import assert_close, assert_replicas_equal, assert_same_arithmetic, assert_same_bits
 from cases import CHEAP, EXACT, daily, small
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -306,6 +306,32 @@ def test_what_cannot_be_is_refused(change, complaint):
     run = lambda own, x: dq.scan(square, x, own, "data", **change)[0]
     with pytest.raises(ValueError, match=complaint):
         mapped(run)(layers, x)
+
+
+@pytest.mark.parametrize("own", [{}, {"fsdp": True}, None])
+def test_a_layer_may_scan_parameters_of_all_layers_but_not_its_own(own):
+    """Both scans would reduce gradients of its own: a sum would be n times too large."""
+    layers, _, x = arrays(2, jnp.float32)
+    stack = {name: layers[name] for name in ("kernel", "bias")}
+
+    def loss(params, x, scan):
+        def layer(x, w):
+            if own:
+                return square(x, dq.fsdp(w, "data", op="sum", compression=EXACT))
+            inner = params[1] if own is None else jax.tree.map(lambda w: w[None], w)
+            return scan(square, x, inner)[0] + w["bias"][None], None
+
+        return jnp.mean(scan(jax.checkpoint(layer), x, params[0])[0])
+
+    scan = partial(dq.scan, axis_name="data", op="sum", compression=EXACT)
+    ours = lambda params, x: jax.grad(loss)(params, x, scan)
+    if own is not None:
+        with pytest.raises(ValueError, match="own parameters to another .* take jax.lax.scan"):
+            jax.eval_shape(mapped(ours).on_devices, (stack, stack), x)
+        return
+    theirs = lambda params, x: lax.psum(jax.grad(loss)(local(params, True), x, lax.scan), "data")
+    found, expected = (mapped(f)((stack, stack), x) for f in (ours, theirs))
+    assert_close(found, expected)
 
 
 def test_a_carry_of_another_type_is_refused_as_by_lax_scan():

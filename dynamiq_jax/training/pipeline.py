@@ -50,6 +50,7 @@ from dynamiq_jax.training.interleaved import (
     without,
 )
 from dynamiq_jax.training.layers import Layers, Scanned
+from dynamiq_jax.training.scans import noted_in_layer
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -141,6 +142,7 @@ def overlapped(
     """
     axis, gathers = check_axis(axis_name), gathers_of(compression)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
+    told["params"] = noted_in_layer(told["params"])
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if pending is not None:
         _check_pending(pending, axis, told["copies"])

@@ -27,7 +27,14 @@ from dynamiq_jax.training.layers import (
     whole_row,
 )
 from dynamiq_jax.training.pipeline import Chain
-from dynamiq_jax.training.scans import FoundError, marked, scans_around
+from dynamiq_jax.training.scans import (
+    FoundError,
+    check_layer,
+    in_layer,
+    marked,
+    noted_in_layer,
+    scans_around,
+)
 
 
 def scan(
@@ -102,7 +109,7 @@ def scan(
     Raises:
       TypeError: as for `jax.lax.scan`.
       ValueError: leaves have different numbers of layers; ``specs`` split the layers over the axis;
-        or as for `fsdp`.
+        ``f`` reduces its layer's parameters itself; or as for `fsdp`.
       NameError: it is differentiated, and ``axis_name`` is not mapped; an evaluation outside of
         maps is that of `jax.lax.scan`.
       NotImplementedError: a derivative of the derivative is taken.
@@ -126,7 +133,7 @@ def scan(
     gathers = gathers_of(compression)
     check_key(key, axis if axis.mapped else None)
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
-    count = length_of(xs, length)
+    count, xs = length_of(xs, length), noted_in_layer(xs)
     if not axis.mapped:
         # Types of one layer come first here: those of the body's operands depend on them.
         order = count, reverse, unroll
@@ -156,11 +163,15 @@ def _closed(f: Callable, init: Any, own: Any, length: int) -> tuple[Any, list[An
     """The first carry in the type of later ones, values that ``f`` closes over, and its program."""
     # `lax.scan` says what is wrong with a carry in its own words.
     turns = lambda x, own: lax.scan(lambda x, _: f(x, own), x, None, length)
-    carry, _ = jax.eval_shape(turns, init, own)
     # `lax.scan` casts a weakly typed first carry; here a carry has one type from the start.
     typed = lambda x, y: lax.convert_element_type(x, y.dtype) if x.dtype != y.dtype else x
-    init = jax.tree.map(typed, jax.tree.map(jnp.asarray, init), carry)
-    program, shapes = jax.make_jaxpr(lambda own, x: f(x, own), return_shape=True)(own, init)
+    # Both traces: the second one takes up what `jax.checkpoint` has traced in the first.
+    with in_layer() as inner:
+        carry, _ = jax.eval_shape(turns, init, own)
+        init = jax.tree.map(typed, jax.tree.map(jnp.asarray, init), carry)
+        program, shapes = jax.make_jaxpr(lambda own, x: f(x, own), return_shape=True)(own, init)
+    if inner:
+        check_layer(program, own)
     jaxpr, constants = with_constants(program)
     # Constants of the program have no gradient, so they stay in the body.
     here = [is_constant(x) for x in constants]

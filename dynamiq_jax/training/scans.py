@@ -34,6 +34,9 @@ _numbers = itertools.count(16)
 """JAX would take up the trace of an inner `jax.jit` of another loss; `traced_for` has a few."""
 
 
+_in_layer: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("layer", default=None)
+"""Parameters that are reduced in the layer that a scan traces now."""
+
 UNREDUCED = "unreduced=True"
 """The reason of which nobody needs to be warned."""
 
@@ -130,6 +133,35 @@ class Scans:
             return frozenset(scanned)
         warn_of_scan(reason)
         return frozenset()
+
+
+@contextlib.contextmanager
+def in_layer() -> Iterator[list[Any]]:
+    """A block that traces a layer; it gets a list of parameters that are reduced in the layer."""
+    token = _in_layer.set(inner := [])
+    try:
+        yield inner
+    finally:
+        _in_layer.reset(token)
+
+
+def check_layer(program: Any, own: Any) -> None:
+    """Refuses a layer, whose first inputs are ``own``, if any of these are reduced in it."""
+    if inputs_of(program, _marked) & {*range(len(jax.tree.leaves(own)))}:
+        raise ValueError(
+            "a layer of dq.scan passes its own parameters to another dq.scan, dq.fsdp or "
+            "dq.overlapped, and their gradients would be reduced twice; take jax.lax.scan in the "
+            "layer, or leave out fsdp: the outer scan reduces all of its gradients"
+        )
+
+
+def noted_in_layer(xs: Any) -> Any:
+    """``xs``, whose gradients are reduced; with a mark if a scan traces a layer now."""
+    inner = _in_layer.get()
+    if inner is None:
+        return xs
+    inner.append(xs)
+    return marked(xs)
 
 
 def warn_of_scan(reason: str) -> None:
