@@ -394,11 +394,8 @@ def test_light_sums_of_a_round_are_one():
             sums.append(lax.psum(2 * y, "data"))
         sums.append(lax.pmax(x, "data"))
         zeros = jnp.zeros((9, 7), x.dtype)  # filled again after the round
-        return (
-            lax.all_gather(jnp.tile(sums[0], 99) + zeros.sum(), "data"),
-            sums,
-            zeros + sums[-1][0],
-        )
+        gathered = lax.all_gather(jnp.tile(sums[0], 99) + zeros.sum(), "data")
+        return gathered, sums, zeros + sums[-1][0]
 
     def run(x, y):
         shapes = jax.make_jaxpr(function, return_shape=True)(x, y)
