@@ -1,5 +1,6 @@
 """`overlapped`: gradients of functions, one after another, are those of reductions after `grad`."""
 
+import re
 import tracemalloc
 from functools import partial
 
@@ -384,13 +385,17 @@ def test_runs_of_one_function_share_what_they_compute():
 
 
 def test_light_sums_of_a_round_are_one():
-    """Each would take the network's latency. Sums of other dtypes or axes stay apart."""
+    """Each would take the network's latency. Sums of other dtypes, axes or plans stay apart."""
 
     def function(x, y):
-        sums = [lax.psum(z, "data") for z in (x, y, x.astype(jnp.bfloat16))]
+        with jax.named_scope("a_plan"):
+            sums = [lax.psum(z, "data") for z in (x, y, x.astype(jnp.bfloat16))]
+        with jax.named_scope("another_plan"):
+            sums.append(lax.psum(2 * y, "data"))
         sums.append(lax.pmax(x, "data"))
         zeros = jnp.zeros((9, 7), x.dtype)  # filled again after the round
-        return lax.all_gather(jnp.tile(sums[0], 99) + zeros.sum(), "data"), sums, zeros + sums[3][0]
+        gathered = lax.all_gather(jnp.tile(sums[0], 99) + zeros.sum(), "data")
+        return gathered, sums, zeros + sums[-1][0]
 
     def run(x, y):
         shapes = jax.make_jaxpr(function, return_shape=True)(x, y)
@@ -410,6 +415,8 @@ def test_light_sums_of_a_round_are_one():
     assert_same_bits(ours(x, y), plain(x, y))
     count = str(jax.make_jaxpr(ours)(x, y)).count("psum")
     assert count == str(jax.make_jaxpr(plain)(x, y)).count("psum") - 1
+    text = jax.make_jaxpr(ours)(x, y).pretty_print(name_stack=True)
+    assert len(re.findall(r"f32\[11\]\S* = psum.*# \[a_plan\]", text)) == 1
 
 
 def test_small_sums_that_nothing_waits_for_run_when_the_result_is_read():

@@ -116,7 +116,8 @@ def _run_light(operations: Iterable[Operation], values: dict[Slot, Any]) -> None
             continue
         arrays = [values[slot] for op in own for slot in slots(op.takes)]
         ends = list(itertools.accumulate(x.size for x in arrays))
-        with jax.named_scope(own[0].scope) if own[0].scope else contextlib.nullcontext():
+        scope = _scope(own[0])
+        with jax.named_scope(scope) if scope else contextlib.nullcontext():
             flat = jnp.concatenate([x.reshape(-1) for x in arrays])
             (total,) = evaluate_on(own[0].equation, flat)
         parts = jnp.split(total, ends[:-1])
@@ -131,7 +132,12 @@ def _joins(op: Operation, values: Mapping[Slot, Any]) -> Any:
         return op.makes
     x, params = values[takes[0]], op.equation.params.items()
     told = sorted((name, str(value)) for name, value in params)
-    return name_of(op.equation), tuple(told), op.scope, x.dtype, varying_axes(x)
+    return name_of(op.equation), tuple(told), _scope(op), x.dtype, varying_axes(x)
+
+
+def _scope(op: Operation) -> str:
+    """The scopes of the call and of the equation itself, one of which names the plan."""
+    return "/".join(filter(None, (op.scope, str(op.equation.source_info.name_stack))))
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
