@@ -118,8 +118,8 @@ def fsdp_on_explicit():
 
 WAYS = {
     "psum": (lambda: trace(psum), 22), "gradients on Auto axes": (on_auto, 30),
-    "gradients on Explicit axes": (on_explicit, 30), "overlapped": (pipeline, 29),
-    "FSDP": (fsdp, 25),
+    "gradients on Explicit axes": (on_explicit, 30), "overlapped": (pipeline, 28),
+    "FSDP": (fsdp, 24),
     "FSDP by value_and_grad on Auto axes": (functools.partial(on_auto, specs=P("data")), 31),
     "FSDP by value_and_grad on Explicit axes": (fsdp_on_explicit, 32),
     "sharded updates": (sharded_updates, 28),

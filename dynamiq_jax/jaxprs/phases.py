@@ -100,7 +100,7 @@ def run(operations: Iterable[Operation], values: dict[Slot, Any]) -> None:
         return atom.val if isinstance(atom, Literal) else values[atom]
 
     for op in operations:
-        with jax.named_scope(op.scope) if op.scope else contextlib.nullcontext():
+        with _named(op.scope):
             made = evaluate(op.equation, *map(read, op.takes))
         values.update(zip(op.makes, made, strict=True))
 
@@ -116,13 +116,13 @@ def _run_light(operations: Iterable[Operation], values: dict[Slot, Any]) -> None
             continue
         arrays = [values[slot] for op in own for slot in slots(op.takes)]
         ends = list(itertools.accumulate(x.size for x in arrays))
-        scope = _scope(own[0])
-        with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        with _named(_within(own[0].scope, own[0].equation)):
             flat = jnp.concatenate([x.reshape(-1) for x in arrays])
             (total,) = evaluate_on(own[0].equation, flat)
         parts = jnp.split(total, ends[:-1])
         for op, x, part in zip(own, arrays, parts, strict=True):
-            values.update(zip(op.makes, [part.reshape(x.shape)], strict=True))
+            (slot,) = op.makes
+            values[slot] = part.reshape(x.shape)
 
 
 def _joins(op: Operation, values: Mapping[Slot, Any]) -> Any:
@@ -132,12 +132,18 @@ def _joins(op: Operation, values: Mapping[Slot, Any]) -> Any:
         return op.makes
     x, params = values[takes[0]], op.equation.params.items()
     told = sorted((name, str(value)) for name, value in params)
-    return name_of(op.equation), tuple(told), _scope(op), x.dtype, varying_axes(x)
+    scope = _within(op.scope, op.equation)
+    return name_of(op.equation), tuple(told), scope, x.dtype, varying_axes(x)
 
 
-def _scope(op: Operation) -> str:
-    """The scopes of the call and of the equation itself, one of which names the plan."""
-    return "/".join(filter(None, (op.scope, str(op.equation.source_info.name_stack))))
+def _within(scope: str, equation: JaxprEqn) -> str:
+    """The scopes of a call and of an equation in it, one of which may name a plan."""
+    return "/".join(filter(None, (scope, str(equation.source_info.name_stack))))
+
+
+def _named(scope: str) -> contextlib.AbstractContextManager[Any]:
+    """A block whose operations have this scope, if there is one."""
+    return jax.named_scope(scope) if scope else contextlib.nullcontext()
 
 
 def slots(atoms: Iterable[Slot | Literal]) -> list[Slot]:
@@ -173,8 +179,7 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
             # equation.
             moves = any(map(is_collective, within(equation)))
             if moves and (called := _called(equation)) is not None:
-                inside = str(equation.source_info.name_stack)
-                return walk(called, own, "/".join(filter(None, (scope, inside))))
+                return walk(called, own, _within(scope, equation))
             number = max((rounds[slot] for slot in slots(own)), default=0)
             # What a collective makes is there one round later.
             made = [fresh(number + moves) for _ in equation.outvars]
@@ -198,7 +203,10 @@ def cut(closed: Any, shapes: Any, n_words: int = 0, *, small: int = SMALL) -> Tr
     moving = [op for op in computed if op.moves]
     found = tuple(tuple(op for op in moving if op.round == number) for number in range(count))
     # One more than rounds, for what the last round brings.
-    computations = tuple(_computation(computed, sources, number) for number in range(count + 1))
+    fills = _fills(computed)
+    computations = tuple(
+        _computation(computed, sources, fills, number) for number in range(count + 1)
+    )
     taken = slots(itertools.chain(*(op.takes for op in (*computed, *late, *views)), makes))
     seeds = tuple(sorted(seeds.intersection(taken)))
     payload = _payload_round(found, computed)
@@ -275,13 +283,14 @@ def _bytes(equation: JaxprEqn) -> int:
 
 
 def _computation(
-    operations: Sequence[Operation], sources: Iterable[Slot], number: int
+    operations: Sequence[Operation],
+    sources: Iterable[Slot],
+    fills: Mapping[Slot, Operation],
+    number: int,
 ) -> Computation:
-    """The computation before a round."""
+    """The computation before a round, which fills arrays itself."""
     own = [op for op in operations if (op.round, op.moves) == (number, False)]
     made = {slot for op in own for slot in op.makes}
-    fills = {slot: op for op in _fills(operations) for slot in op.makes}
-    # Another computation fills its arrays itself.
     others = (op for op in operations if (op.round, op.moves) != (number, False))
     left = (x for op in others for x in slots(op.takes) if op.moves or x not in fills)
     # Only what others take leaves the computation: XLA fuses the rest, and frees it.
@@ -306,18 +315,16 @@ def _computation(
     return Computation(tuple(slot for slot in taken if slot not in made), compute)
 
 
-def _fills(operations: Iterable[Operation]) -> list[Operation]:
-    """Operations that fill arrays, as with zeros.
+def _fills(operations: Iterable[Operation]) -> dict[Slot, Operation]:
+    """Operations that fill arrays, as with zeros, by what they make.
 
     Each round that takes such an array makes it: from round to round a layer's worth of zeros would
     stay in memory, and go along with what a loop carries.
     """
-    made: set[Slot] = set()
-    found = []
+    found: dict[Slot, Operation] = {}
     for op in operations:
-        if name_of(op.equation) in FILLS and made.issuperset(slots(op.takes)):
-            made.update(op.makes)
-            found.append(op)
+        if name_of(op.equation) in FILLS and found.keys() >= {*slots(op.takes)}:
+            found |= dict.fromkeys(op.makes, op)
     return found
 
 

@@ -18,6 +18,7 @@ state does not hold differences: masters and copy determine them.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import warnings
@@ -93,6 +94,27 @@ from dynamiq_jax.tree.leaves import (
 )
 
 # --- All-reduces of one device --------------------------------------------------------------------
+
+
+_note: contextvars.ContextVar[Callable[[Any], Any] | None] = contextvars.ContextVar(
+    "note", default=None
+)
+
+
+@contextlib.contextmanager
+def noting(note: Callable[[Any], Any]) -> Iterator[None]:
+    """A block in which parameters whose gradients are reduced in the backward pass go by this."""
+    token = _note.set(note)
+    try:
+        yield
+    finally:
+        _note.reset(token)
+
+
+def noted(params: Any) -> Any:
+    """Parameters whose gradients are reduced in the backward pass, as `noting` wants them."""
+    note = _note.get()
+    return params if note is None else note(params)
 
 
 def check_state(state: Any, expected: tuple, plan: Plan) -> list:

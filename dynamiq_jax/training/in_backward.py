@@ -20,9 +20,8 @@ from dynamiq_jax.core.axis import Axis, AxisName, check_key, is_outside, key_wor
 from dynamiq_jax.core.checks import Op, axis_sizes, check_axis
 from dynamiq_jax.core.compat import transposes_a_map, varying_axes
 from dynamiq_jax.former import formerly
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Reduction, noted
 from dynamiq_jax.training.explicit_axes import gather_outside
-from dynamiq_jax.training.scans import noted_in_layer
 from dynamiq_jax.tree.leaves import axes_of, describe_leaves
 
 
@@ -128,7 +127,7 @@ def fsdp(
                 "parameters are sharded; leave it out"
             )
         return gather_outside(total, params, key=key)
-    params = noted_in_layer(params)
+    params = noted(params)
     reducer = Reducer(total, params, "fsdp", specs=specs, copies=copies)
     check_key(key, axis)
 

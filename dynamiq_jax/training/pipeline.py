@@ -36,7 +36,7 @@ from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.phases import Progress
-from dynamiq_jax.reduction.reduction import Pending, Reduction
+from dynamiq_jax.reduction.reduction import Pending, Reduction, noted
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import (
     Beside,
@@ -50,7 +50,6 @@ from dynamiq_jax.training.interleaved import (
     without,
 )
 from dynamiq_jax.training.layers import Layers, Scanned
-from dynamiq_jax.training.scans import noted_in_layer
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -142,7 +141,7 @@ def overlapped(
     """
     axis, gathers = check_axis(axis_name), gathers_of(compression)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
-    told["params"] = noted_in_layer(told["params"])
+    told["params"] = noted(told["params"])
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
     if pending is not None:
         _check_pending(pending, axis, told["copies"])

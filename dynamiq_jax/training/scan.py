@@ -14,7 +14,7 @@ from dynamiq_jax.compression.shards import gathers_of
 from dynamiq_jax.core.axis import Axis, AxisName, check_key, key_words
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.core.compat import is_constant, with_constants
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Reduction, noted
 from dynamiq_jax.training.explicit_scan import scan_outside
 from dynamiq_jax.training.in_backward import constant, constant_copies
 from dynamiq_jax.training.interleaved import Traces
@@ -32,7 +32,6 @@ from dynamiq_jax.training.scans import (
     check_layer,
     in_layer,
     marked,
-    noted_in_layer,
     scans_around,
 )
 
@@ -133,7 +132,7 @@ def scan(
     gathers = gathers_of(compression)
     check_key(key, axis if axis.mapped else None)
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
-    count, xs = length_of(xs, length), noted_in_layer(xs)
+    count, xs = length_of(xs, length), noted(xs)
     if not axis.mapped:
         # Types of one layer come first here: those of the body's operands depend on them.
         order = count, reverse, unroll

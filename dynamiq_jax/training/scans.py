@@ -23,7 +23,7 @@ from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import trace_number
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.walk import inputs_behind, inputs_of
-from dynamiq_jax.reduction.reduction import Reduction
+from dynamiq_jax.reduction.reduction import Reduction, noting
 from dynamiq_jax.tree.leaves import describe_leaves
 
 Mode = Literal["stops", "plain", "marks", "exchanges"]
@@ -32,10 +32,6 @@ Mode = Literal["stops", "plain", "marks", "exchanges"]
 _around: contextvars.ContextVar["Scans | None"] = contextvars.ContextVar("scans", default=None)
 _numbers = itertools.count(16)
 """JAX would take up the trace of an inner `jax.jit` of another loss; `traced_for` has a few."""
-
-
-_in_layer: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("layer", default=None)
-"""Parameters that are reduced in the layer that a scan traces now."""
 
 UNREDUCED = "unreduced=True"
 """The reason of which nobody needs to be warned."""
@@ -138,11 +134,14 @@ class Scans:
 @contextlib.contextmanager
 def in_layer() -> Iterator[list[Any]]:
     """A block that traces a layer; it gets a list of parameters that are reduced in the layer."""
-    token = _in_layer.set(inner := [])
-    try:
+    inner = []
+
+    def note(params: Any) -> Any:
+        inner.append(params)
+        return marked(params)
+
+    with noting(note):
         yield inner
-    finally:
-        _in_layer.reset(token)
 
 
 def check_layer(program: Any, own: Any) -> None:
@@ -153,15 +152,6 @@ def check_layer(program: Any, own: Any) -> None:
             "dq.overlapped, and their gradients would be reduced twice; take jax.lax.scan in the "
             "layer, or leave out fsdp: the outer scan reduces all of its gradients"
         )
-
-
-def noted_in_layer(xs: Any) -> Any:
-    """``xs``, whose gradients are reduced; with a mark if a scan traces a layer now."""
-    inner = _in_layer.get()
-    if inner is None:
-        return xs
-    inner.append(xs)
-    return marked(xs)
 
 
 def warn_of_scan(reason: str) -> None:
