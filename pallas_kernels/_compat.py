@@ -65,9 +65,27 @@ def end_search_for_dialect(name: str = "jaxlib.mlir.dialects.tt") -> None:
 
 def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:
     """A `ShapeDtypeStruct` that varies over every mesh axis that one of ``like`` varies over."""
-    kinds = [jax.typeof(x).manual_axis_type for x in like]
-    varying = frozenset().union(*(kind.varying for kind in kinds))
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=type(kinds[0])(varying=varying))
+    kind = type(jax.typeof(like[0]).manual_axis_type)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind(varying=_varying(like)))
+
+
+def as_varying(tree: Any, *like) -> Any:
+    """Arrays, typed as ones that vary over every mesh axis that one of ``like`` varies over.
+
+    JAX types results of Mosaic GPU kernels, and references, without regard to operands: as equal on
+    all workers.
+    """
+
+    def cast(x):
+        axes = _varying(like) - _varying([x])
+        return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+
+    return jax.tree.map(cast, tree)
+
+
+def _varying(like) -> frozenset[str]:
+    """The mesh axes over which at least one of the arrays varies."""
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in like))
 
 
 end_search_for_dialect()

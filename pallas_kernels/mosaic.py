@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import reference
-from pallas_kernels._compat import shape_struct
+from pallas_kernels._compat import as_varying
 from pallas_kernels.backend import WARP
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
@@ -602,12 +602,12 @@ def _statistics(x, super_group_size: int):
     kernel.__name__ = "dynamiq_statistics"
     run = plgpu.kernel(
         kernel,
-        out_type=(shape_struct((n_rows,), jnp.float32, x),) * 2,
+        out_type=(jax.ShapeDtypeStruct((n_rows,), jnp.float32),) * 2,
         grid=(pl.cdiv(n_rows * fmt.groups, THREADS),),
         grid_names=("dynamiq_part",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return run(rows)
+    return as_varying(run(rows), rows)
 
 
 @dataclass(frozen=True)
@@ -632,7 +632,7 @@ class Mosaic:
             launch.kernel(*refs, lowering=self, fmt=launch.fmt, **dict(launch.static))
 
         kernel.__name__ = f"dynamiq_{launch.name}"
-        struct = shape_struct(launch.shape, launch.dtype, *operands)
+        struct = jax.ShapeDtypeStruct(launch.shape, launch.dtype)
         into = launch.replaces is not None
         run = plgpu.kernel(
             kernel,
@@ -642,10 +642,10 @@ class Mosaic:
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )
         if not into:
-            return run(*operands)
+            return as_varying(run(*operands), *operands)
         result = jax.new_ref(operands[launch.replaces])
         run(*(operands[i] for i in given), result)
-        return result[...]
+        return as_varying(result[...], *operands)
 
     def statistics(self, x, super_group_size):
         """See `pallas_kernels.statistics`."""

@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import mosaic
-from pallas_kernels._compat import shape_struct
+from pallas_kernels._compat import as_varying
 from pallas_kernels.backend import check_push
 from pallas_kernels.format import TILE_ROWS, Input, Result, Rounding, Source, WireFormat
 from pallas_kernels.hashing import NOISE_WORDS, noise_columns
@@ -140,7 +140,7 @@ def exchange(tree: Any, axes: dict[str, int], *, to_all: bool) -> Any:
     kernel.__name__ = "dynamiq_push"
     came = _alone(
         kernel,
-        out_type=[shape_struct((n * x.shape[1],), x.dtype, *sent) for x in sent],
+        out_type=[jax.ShapeDtypeStruct((n * x.shape[1],), x.dtype) for x in sent],
         grid=(n, plans[0].parts),
         grid_names=("pushed_to", "pushed_part"),
         scratch_types=[plgpu.SemaphoreType.REGULAR],
@@ -163,7 +163,7 @@ def _alone(kernel, **options):
             "reduction outside of jax.vmap, or pass transport='permutes' or 'collectives'"
         )
 
-    return call
+    return lambda *operands: as_varying(call(*operands), *operands)
 
 
 def _words(x, rows: int):
@@ -480,8 +480,8 @@ def all_reduce(
     shapes: list[Any] = [(n, 1, words[0]), (n, words[1])]
     shapes += [(facts.blocks, n, k) if agrees else None for k in (2, NOISE_WORDS)]
     results = [
-        shape_struct((result.rows, fmt.super_group_size), result.dtype, *passed),
-        *(shape and shape_struct(shape, jnp.uint32, *passed) for shape in shapes),
+        jax.ShapeDtypeStruct((result.rows, fmt.super_group_size), result.dtype),
+        *(shape and jax.ShapeDtypeStruct(shape, jnp.uint32) for shape in shapes),
     ]
 
     def kernel(*refs):

@@ -155,10 +155,14 @@ def lowered() -> dict[str, Any]:
     def summed(x, compression=compression):
         return dq.psum(x[0], "data", compression=over(route, compression))
 
+    def there_and_back(x):
+        return dq.all_gather(dq.psum_scatter(x[0], "data", **options), "data", **options)[None]
+
     programs = {
         "psum": (summed, data, P(), (x,)),
         "psum_scatter": (lambda x: dq.psum_scatter(x[0], "data", **options), data, data, (x,)),
         "all_gather": (lambda x: dq.all_gather(x[0], "data", **options), data, data, (x,)),
+        "scattered, gathered": (there_and_back, data, data, (x,)),
         "all_to_all": (lambda x: dq.all_to_all(x[0], "data", 0, 0, **options), data, data, (x,)),
         "sharded": (step, (P(), specs, data), (P(), specs, P()), (shapes, state, batch)),
         "MX floats": (lambda x: summed(x, mx_floats()), data, P(), (x,)),
