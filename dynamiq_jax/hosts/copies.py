@@ -28,8 +28,11 @@ Placed = Array | jax.ShapeDtypeStruct
 Block = tuple[int, tuple[tuple[int, int], ...]]
 """A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
 
-Piece = tuple[Block, int, np.ndarray]
-"""Bytes of a block, uint8[n], and which of them is the first one."""
+Piece = tuple[Block, int, int, np.ndarray | None]
+"""Bytes of a block: from where to where, and themselves, uint8[n]; `None`: in the own slot."""
+
+Read = Callable[[Block, int, np.ndarray], None]
+"""Reads the bytes of a block of the own slot, from one on, into uint8[n]."""
 
 PIECE = 2**28
 """Bytes that a device holds at most while hosts send each other a copy."""
@@ -183,8 +186,9 @@ class Copies:
             return None
         headers = _headers(mine) if lacking else [mine.header if mine else None]
         header = next(header for header in headers if header)
-        pieces = _pieces([_sizes(header) for header in headers], self._reader(mine))
-        return Copy(header["step"], _restored(header, pieces, state), header["note"])
+        read = self._reader(mine)
+        pieces = _pieces([_sizes(header) for header in headers], read)
+        return Copy(header["step"], _restored(header, pieces, read, state), header["note"])
 
     def _meet(self) -> tuple[Told | None, Kept | None, bool]:
         """Begins a session: all copies from now on are later than those of which hosts tell.
@@ -205,18 +209,17 @@ class Copies:
             self._slots.keep(mine)
         return best, mine, best is not None and _lacking(told, best)
 
-    def _reader(self, mine: Kept | None) -> Callable[[Block, int, int], np.ndarray]:
-        """A function that reads bytes ``start`` to ``stop`` of a block from this host's slot."""
+    def _reader(self, mine: Kept | None) -> Read:
+        """A function that reads bytes of a block from this host's slot."""
         places, end = {}, 0
         for block, size in _sizes(mine and mine.header).items():
             places[block], end = end, end + size
 
-        def read(block: Block, start: int, stop: int) -> np.ndarray:
-            if start == stop:
-                return np.empty(0, np.uint8)
-            assert self._slots is not None
-            assert mine is not None
-            return self._slots.read(mine, places[block] + start, stop - start)
+        def read(block: Block, start: int, into: np.ndarray) -> None:
+            if into.size:
+                assert self._slots is not None
+                assert mine is not None
+                self._slots.read(mine, places[block] + start, into)
 
         return read
 
@@ -470,23 +473,19 @@ def _rounds(sizes: Sequence[Mapping[Block, int]], room: int) -> Iterator[list[Se
     yield parts
 
 
-def _pieces(
-    sizes: Sequence[Mapping[Block, int]], read: Callable[[Block, int, int], np.ndarray]
-) -> Iterator[Piece]:
+def _pieces(sizes: Sequence[Mapping[Block, int]], read: Read) -> Iterator[Piece]:
     """The pieces of all blocks in their order; all hosts go through them alike.
 
     Args:
       sizes: the bytes of each host's blocks; of one host if each has all.
-      read: returns bytes ``start`` to ``stop`` of a block that this host has.
+      read: reads a block that this host has.
     """
     room = max(2**16, 1 << (ROUND // len(sizes)).bit_length() - 1)
     for parts in _rounds(sizes, room):
         yield from _passed(parts, len(sizes), read)
 
 
-def _passed(
-    parts: Sequence[Sent], hosts: int, read: Callable[[Block, int, int], np.ndarray]
-) -> Iterator[Piece]:
+def _passed(parts: Sequence[Sent], hosts: int, read: Read) -> Iterator[Piece]:
     """The pieces of one round."""
     ends, places = [0] * hosts, []
     for host, _, start, stop in parts:
@@ -497,24 +496,24 @@ def _passed(
         row = np.zeros(1 << max(max(ends) - 1, 2**16 - 1).bit_length(), np.uint8)
         for (host, block, start, stop), place in zip(parts, places, strict=True):
             if host == jax.process_index():
-                row[place : place + stop - start] = read(block, start, stop)
+                read(block, start, row[place : place + stop - start])
         rows = rows_of_all(row)
         del row
     for (host, block, start, stop), place in zip(parts, places, strict=True):
         if host < 0 or rows is None:
-            yield block, start, read(block, start, stop)
+            yield block, start, stop, None
         else:
-            yield block, start, rows[host, place : place + stop - start]
+            yield block, start, stop, rows[host, place : place + stop - start]
 
 
-def _restored(header: Any, pieces: Iterable[Piece], state: Tree) -> Tree:
+def _restored(header: Any, pieces: Iterable[Piece], read: Read, state: Tree) -> Tree:
     """The copy as a tree like ``state``. One leaf at a time is whole on the host."""
     paths, treedef = jax.tree.flatten_with_path(state)
     saved = header["leaves"]
     _check_names([name for name, *_ in saved], [list(name_of(path)) for path, _ in paths])
     own = itertools.groupby(pieces, lambda piece: piece[0][0])  # every leaf has a block
     leaves = [
-        _placed(_whole(shape, dtype, parts), _impl(header, number), like)
+        _placed(_whole(shape, dtype, parts, read), _impl(header, number), like)
         for (number, parts), (_, shape, dtype, *_), (_, like) in zip(own, saved, paths, strict=True)
     ]
     return jax.tree.unflatten(treedef, leaves)
@@ -544,15 +543,18 @@ def _impl(header: Any, number: int) -> str | None:
     return header["keys"].get(name) if isinstance(name, str) else last
 
 
-def _whole(shape: Sequence[int], dtype: str, pieces: Iterable[Piece]) -> np.ndarray:
+def _whole(shape: Sequence[int], dtype: str, pieces: Iterable[Piece], read: Read) -> np.ndarray:
     """A leaf of its blocks' pieces."""
     whole = np.empty(shape, jnp.dtype(dtype))
-    for (_, part), own in itertools.groupby(pieces, lambda piece: piece[0]):
+    for (number, part), own in itertools.groupby(pieces, lambda piece: piece[0]):
         target = whole[(*(slice(*span) for span in part), ...)]
         block = target if target.flags.c_contiguous else np.empty_like(target, order="C")
         data = block.reshape(-1).view(np.uint8)
-        for _, start, piece in own:
-            data[start : start + piece.size] = piece
+        for _, start, stop, piece in own:
+            if piece is None:
+                read((number, part), start, data[start:stop])
+            else:
+                data[start:stop] = piece
         if block is not target:
             target[...] = block
     return whole

@@ -145,16 +145,17 @@ class Slots:
                 found.append(Kept(slot, header, LENGTH + length))
         return found
 
-    def read(self, kept: Kept, start: int, size: int) -> np.ndarray:
-        """Some bytes of a copy, uint8[size], from ``start`` on."""
-        found = np.empty(size, np.uint8)
-        done, place = 0, kept.start + start
+    def read(self, kept: Kept, start: int, into: np.ndarray) -> None:
+        """Reads the bytes of a copy from ``start`` on, as many as ``into``, uint8[n], takes.
+
+        They are no view of the slot: a file that is mapped loses its lock when the map ends.
+        """
+        done, place, size = 0, kept.start + start, into.size
         while done < size:  # the system gives 2 GiB at a time
-            count = os.preadv(self.files[kept.slot], [found[done:].data], place + done)
+            count = os.preadv(self.files[kept.slot], [into[done:].data], place + done)
             if not count:
                 raise OSError(f"a slot ends {size - done} bytes ahead of its copy's end")
             done += count
-        return found
 
     def keep(self, kept: Kept) -> None:
         """Makes a copy the one that counts: the next copy does not go over it."""
