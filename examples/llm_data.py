@@ -17,6 +17,7 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -96,14 +97,9 @@ def encode(text: bytes, vocabulary: Mapping[bytes, int]) -> np.ndarray:
     """Turns text into ids, ``int32[tokens]``; a piece outside ``vocabulary`` becomes its bytes."""
     if not vocabulary:
         return np.frombuffer(text, np.uint8).astype(np.int32)
-    ids: list[int] = []
-    for piece in PIECE.findall(text):
-        known = vocabulary.get(piece)
-        if known is None:
-            ids.extend(piece)
-        else:
-            ids.append(known)
-    return np.array(ids, np.int32)
+    ids = {piece: (number,) for piece, number in vocabulary.items()}
+    pieces = PIECE.findall(text)  # each is its bytes, too
+    return np.fromiter(chain.from_iterable(map(ids.get, pieces, pieces)), np.int32)
 
 
 def train_batch(corpus: Corpus, step: int, *, rows: int, length: int, seed: int) -> np.ndarray:
