@@ -1,0 +1,52 @@
+"""The text that the examples train on: ids, and the pieces that they stand for."""
+
+import re
+
+import llm_data
+import numpy as np
+import pytest
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Sources with frequent words, rare ones, and bytes that are no letters."""
+    for i in range(40):
+        text = (
+            f"def frequent(x{i}):\n    return frequent(x) + rare{'abcdefgh'[i % 8] * (i + 1)}  # \xe9, naïve\n"
+            * 3
+        )
+        (tmp_path / f"m{i}.py").write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize("vocab_size", [256, 270, 2000])
+def test_ids_spell_the_text(folder, vocab_size):
+    corpus = llm_data.load_corpus(vocab_size, folder=folder)
+    spelled = {number: piece for piece, number in corpus.vocabulary.items()}
+    spelled |= {byte: bytes([byte]) for byte in range(256)}
+    files = {path.name: path.read_bytes() + b"\0" for path in sorted(folder.glob("*.py"))}
+    held_out = [name for name in files if llm_data._is_validation(name)]
+    assert 0 < len(held_out) < len(files)
+    for tokens, own in ((corpus.train, False), (corpus.validation, True)):
+        text = b"".join(files[name] for name in files if (name in held_out) is own)
+        assert tokens.dtype == np.int32
+        assert tokens.max() < vocab_size
+        assert b"".join(map(spelled.__getitem__, tokens.tolist())) == text
+        assert vocab_size == 256 or len(tokens) < 0.8 * len(text)
+
+
+def test_frequent_pieces_have_ids_of_their_own(folder):
+    corpus = llm_data.load_corpus(268, folder=folder)
+    assert {*corpus.vocabulary.values()} == {*range(256, 268)}
+    assert b" frequent" in corpus.vocabulary
+    assert not any(re.search(rb"rare", piece) for piece in corpus.vocabulary)
+    (number,) = llm_data.encode(b" frequent", corpus.vocabulary).tolist()
+    assert number == corpus.vocabulary[b" frequent"]
+    assert llm_data.encode(b" unknown", corpus.vocabulary).tolist() == [*b" unknown"]
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="vocab_size=255: .* at least 256"):
+        llm_data.load_corpus(255)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path} has no sources")):
+        llm_data.load_corpus(folder=tmp_path)
