@@ -533,6 +533,8 @@ def _encode_tiles(values, tiles, noise, payload_words: int, fmt: WireFormat) -> 
 
 def _pack_planes(code, records: _Records, fmt: WireFormat) -> list[Array]:
     """The words uint32[T, words] of each plane of the codes [T, R, S]."""
+    if not fmt.planes:  # no coordinate has a bit
+        return []
     # A single reduction, over quads: XLA's CPU compiler computes the codes in each that takes them.
     code, lane = code.reshape(code.shape[0], -1, QUAD), _along_last(QUAD, 1, 3)
     parts, words_of = [], [-(-plane * QUAD // 32) for plane in fmt.planes]
