@@ -42,6 +42,19 @@ def case(name, dtype="float32"):
     return layout, given, payloads(layout, FORMATS[name], given)
 
 
+def test_a_format_without_bits_is_traced():
+    """A release compares what its kernels return."""
+    fmt, out = FORMATS["width 0"], jnp.float32
+
+    def traced():
+        layout, given = operands(fmt, SIZE, out)
+        arrived = payloads(layout, fmt, given)
+        coding = programs(layout, fmt, out, "jnp")
+        return [coding[name](given, arrived) for name in kernels_of("width 0")]
+
+    assert len(jax.eval_shape(traced)) == len(kernels_of("width 0"))
+
+
 @pytest.mark.parametrize("name", daily(FORMATS, ["width 4", "dither, width 6"]))
 def test_interpreted_kernels_give_the_bits_of_the_reference(name):
     dtype, fmt = jnp.float32 if len(name) % 2 else jnp.bfloat16, FORMATS[name]
