@@ -115,6 +115,33 @@ def test_arrays_numbers_and_empty_leaves_are_described():
     assert rows[0].bits_per_coord == 0
 
 
+def test_a_method_that_no_leaf_has_is_not_asked():
+    """`psum` takes such a call, whatever the method would say about the topology."""
+    native = dq.Compression(dq.contrib.PowerSGD(), topology=dq.Ring(), exclude="big")
+    tree = {"big": TREE["big"]}
+    found = dq.explain(tree, 8, compression=native, verbose=False)
+    assert routes(found) == {"['big']": "exact: excluded"}
+    assert (found.topology, found.reason) == ("XLA", "no leaf has a method")
+    with pytest.raises(NotImplementedError, match="runs on native collectives only"):
+        dq.explain(TREE, 8, compression=native, verbose=False)
+    assert dq.explain({}, 8, compression=native, verbose=False).wire_bytes == 0
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_method_that_psum_refuses_is_told_as_that_of_reduce(n):
+    """It keeps a state; one worker, which sends nothing, needs none."""
+    found = dq.explain(TREE, n, compression=dq.contrib.Marsit(), verbose=False)
+    assert found.needs_state == ("dq.reduce with its state" in str(found)) == (n > 1)
+    assert not dq.explain(TREE, n, verbose=False).needs_state
+
+
+def test_a_topology_that_push_kernels_cannot_send_is_refused_by_the_plan():
+    ring = dq.Compression(topology=dq.Ring(transport="push"))
+    with pytest.raises(ValueError, match="push kernels send to all; pass"):
+        dq.explain(TREE, 8, compression=ring, verbose=False)
+    assert dq.explain({"bias": TREE["bias"]}, 8, compression=ring, verbose=False).rows
+
+
 def test_one_worker_sends_nothing():
     explanation = dq.explain(TREE, 1, verbose=False)
     assert explanation.wire_bytes == 0

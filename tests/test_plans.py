@@ -1,6 +1,7 @@
 """Plans are the program: their bytes are those of the compiled program's collectives."""
 
 import collections
+import dataclasses
 import re
 import warnings
 from functools import partial
@@ -419,3 +420,63 @@ def test_the_ways_of_a_tree_are_the_plans_of_their_steps(seed):
         assert {run.plan.scope: run.times for run in found.plans} == planned, way.name
         sent = sum(run.sent_bytes for run in found.plans)
         assert sent == pytest.approx(calls * way.sent_bytes)
+
+
+# --- Sums of constants, which XLA folds -----------------------------------------------------------
+
+TINY = {"w": (64, 8), "unused": (3000,)}
+
+
+def of_unused(compression, constant=jnp.zeros_like):
+    """A step of 4 workers, whose tree has a leaf that is a constant; and what `explain` tells."""
+
+    def one(w):
+        tree = {"w": w, "unused": constant(jnp.zeros(TINY["unused"]))}
+        return dq.pmean(tree, "data", compression=compression)
+
+    return dq.explain(*mapped(one, (4 * 64, 8)), verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("compression", "folds"),
+    [
+        (None, True),
+        (dataclasses.replace(EXACT, bucket_bytes=0), True),
+        (dq.Compression(dq.BF16(), min_leaf_size=1, min_bucket_size=1, bucket_bytes=0), True),
+        (over(dq.Direct(), dataclasses.replace(EXACT, bucket_bytes=0)), False),
+    ],
+)
+def test_zeros_that_xla_does_not_send_are_told(compression, folds):
+    """As gradients of leaves that no loss uses; payloads of zeros travel."""
+    found = of_unused(compression)
+    check(found)
+    (run,) = found.plans
+    assert (run.folded_bytes > 0) == folds == ("XLA does not send" in str(found))
+    assert run.sent_bytes == run.plan.sent_bytes - run.folded_bytes
+    zeros = sum(x.sent_bits for x in run.plan.moves if x.leaves[0].path == "unused") / 8
+    assert run.folded_bytes == (zeros if folds else 0)
+
+
+def test_other_constants_travel():
+    found = of_unused(None, lambda x: jnp.arange(x.size, dtype=x.dtype))
+    check(found)
+    assert found.plans[0].folded_bytes == 0
+    assert found.sent_bytes == pytest.approx(found.program_bytes)
+
+
+def test_equal_sums_of_which_one_is_folded_are_told_apart():
+    """They share one function of the traced program."""
+    method = dataclasses.replace(EXACT, bucket_bytes=0)
+
+    def one(w):
+        return dq.psum({"w": w, "z": jnp.zeros_like(w)}, "data", compression=method)
+
+    found = dq.explain(*mapped(one, (4 * 64, 8)), verbose=False)
+    check(found)
+    assert found.plans[0].folded_bytes == found.sent_bytes == 2 * 3 / 4 * 64 * 8 * 4
+
+
+def test_a_plan_that_is_too_dear_is_told_though_xla_folds_a_part(monkeypatch):
+    honest = plan_module.Plan.sent_bytes.fget
+    monkeypatch.setattr(plan_module.Plan, "sent_bytes", property(lambda x: 1.1 * honest(x)))
+    assert not of_unused(None).agrees

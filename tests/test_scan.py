@@ -326,7 +326,10 @@ def test_a_layer_may_scan_parameters_of_all_layers_but_not_its_own(own):
     scan = partial(dq.scan, axis_name="data", op="sum", compression=EXACT)
     ours = lambda params, x: jax.grad(loss)(params, x, scan)
     if own is not None:
-        with pytest.raises(ValueError, match="own parameters to another .* take jax.lax.scan"):
+        with pytest.raises(
+            ValueError,
+            match="own parameters to another .* 4 times too large; (take jax.lax.scan|leave it)",
+        ):
             jax.eval_shape(mapped(ours).on_devices, (stack, stack), x)
         return
     theirs = lambda params, x: lax.psum(jax.grad(loss)(local(params, True), x, lax.scan), "data")
@@ -444,6 +447,34 @@ def test_a_scan_among_functions_does_what_a_list_of_them_does(way, remat):
     found, expected = (jax.device_get(run(f)(params, params, x)) for f in (scanned, in_list))
     assert_same_bits(found, expected)
     assert all(np.any(g != 0) for g in jax.tree.leaves(found[1]))
+
+
+@pytest.mark.parametrize(("width", "exclude"), [(6, None), (6, "layers"), (8, None)])
+def test_masters_that_split_the_layers_are_refused_as_such(width, exclude):
+    """Four layers of 6 x 6 are split by layer; the remedies are another width, or to exclude."""
+    method, mesh = small(dq.F32(), exclude=exclude), auto_mesh(N)
+    params = {"layers": jnp.ones((N, width, width)), "head": jnp.ones((3 * N, 8))}
+    optimizer = dq.optax.sharded(optax.sgd(0.1), "data", compression=method)
+    state = dq.optax.init(optimizer, params, mesh)
+    specs = dq.optax.state_specs(state)
+    layer, last = lambda w, x: jnp.tanh(x @ w), lambda w, x: jnp.mean(x**2) * jnp.sum(w)
+
+    def gradient(params, state, x):
+        def loss(own):
+            entries = lambda tree: [tree["layers"], tree["head"]]
+            told = {"specs": entries(specs.masters), "copies": entries(params)}
+            functions = [dq.Scanned(layer), last]
+            return dq.overlapped(functions, entries(own), x, "data", compression=method, **told)
+
+        return jax.grad(loss)(state.masters)
+
+    maps: Any = {"in_specs": (P(), specs, P("data")), "out_specs": specs.masters, "mesh": mesh}
+    run = partial(jax.eval_shape, jax.shard_map(gradient, **maps), params, state)
+    if width == 8 or exclude:
+        assert run(jnp.ones((N, width)))["layers"].shape == params["layers"].shape
+        return
+    with pytest.raises(ValueError, match=r"splits the layers themselves .* of the 4 workers, or"):
+        run(jnp.ones((N, width)))
 
 
 @pytest.mark.parametrize("form", daily({"": {}, "reverse": {"reverse": True}, "one": {}}, []))

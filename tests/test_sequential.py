@@ -1,5 +1,6 @@
 """`overlapped`: gradients of functions, one after another, are those of reductions after `grad`."""
 
+import functools
 import re
 import tracemalloc
 from functools import partial
@@ -12,7 +13,7 @@ from asserts import assert_close, assert_replicas_equal, assert_same_bits
 from cases import CHEAP, EXACT, daily, over, small
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from workers import auto_mesh, local, mapped, once
+from workers import auto_mesh, local, mapped, mesh_of, once
 
 import dynamiq_jax as dq
 from dynamiq_jax.jaxprs.phases import Progress, cut
@@ -238,6 +239,93 @@ def test_what_cannot_be_is_refused(change, complaint):
 def test_an_axis_that_is_not_mapped_is_refused():
     with pytest.raises(NameError, match="data.*call overlapped under"):
         dq.overlapped(*model(3), "data")
+
+
+# --- Functions that reduce gradients themselves ---------------------------------------------------
+
+
+def rows(x, w):
+    return jnp.tanh(x @ w), None
+
+
+INNER = {
+    "scan": lambda own, x, how: dq.scan(rows, x, own, **how)[0],
+    "fsdp": lambda own, x, how: lax.scan(rows, x, dq.fsdp(own, **how))[0],
+    "overlapped": lambda own, x, how: dq.overlapped(
+        [lambda own, x: lax.scan(rows, x, own)[0]], [own], x, **how
+    ),
+}
+STACK = np.random.default_rng(0).normal(size=(3, 8, 8)).astype("f") / 3
+INPUTS = np.random.default_rng(1).normal(size=(8, 8)).astype("f")
+
+
+@functools.cache
+def of_inner(inner, **how):
+    """One object, of which JAX takes up traces."""
+    return jax.checkpoint(lambda own, x: INNER[inner](own, x, how))
+
+
+def gradient(inner, form, **how):
+    """The gradient of a stack of which a function reduces gradients itself, on 2 x 2 devices."""
+    how = {"axis_name": "data", "compression": EXACT} | how
+    specs = how.get("specs", P())
+    function = of_inner(inner, **how)
+
+    def loss(stack, x):
+        if form == "passed on":  # not its own parameters: nobody else reduces their gradients
+            functions = [lambda _, x: function(*x), lambda _, x: jnp.mean(x**2)]
+            return dq.overlapped(functions, [{}, {}], (stack, x), "data", compression=EXACT)
+        first = dq.Scanned(function) if form == "scanned" else function
+        own = jax.tree.map(lambda w: w[None], stack) if form == "scanned" else stack
+        functions = [first, lambda _, x: jnp.mean(x**2)]
+        return dq.overlapped(functions, [own, {}], x, "data", compression=EXACT)
+
+    def one(stack, x):
+        if form == "traced before":
+            function(stack, x)
+        return jax.grad(loss)(stack, x)
+
+    mesh = mesh_of(2, 2)
+    axes = ("data",) if how["axis_name"] == "data" else ("data", "model")
+    maps: dict = {"in_specs": (specs, P(axes)), "out_specs": specs, "check_vma": False}
+    step = jax.jit(jax.shard_map(one, mesh=mesh, **maps))
+    return step(STACK, INPUTS)
+
+
+def exact_gradient(stack, x):
+    return jax.grad(lambda w: jnp.mean(lax.scan(rows, x, w)[0] ** 2))(stack)
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("form", ["function", "scanned", "traced before"])
+def test_a_function_that_sums_gradients_of_its_own_parameters_is_refused(inner, form):
+    """They would be twice too large. What is refused once is refused again."""
+    said = rf"function 0 of dq.overlapped passes .* another dq.{inner} .*2 times too large"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            gradient(inner, form, op="sum")
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_a_function_that_averages_gradients_of_its_own_parameters_is_warned_of(inner):
+    with pytest.warns(UserWarning, match=f"another dq.{inner} .* averaged and sent twice"):
+        found = gradient(inner, "function")
+    assert_close(found, exact_gradient(STACK, INPUTS))
+
+
+@pytest.mark.parametrize("how", [{"form": "passed on"}, {"form": "function", "axis_name": "model"}])
+def test_a_function_may_reduce_parameters_of_others_and_over_other_axes(how):
+    """FSDP over one axis inside, data parallel over the other one outside."""
+    if "axis_name" in how:
+        how["specs"] = P(None, "model")
+    assert_close(gradient("fsdp", **how), exact_gradient(STACK, INPUTS))
+
+
+@pytest.mark.parametrize("inner", ["scan", "fsdp"])
+def test_shards_that_only_a_function_gathers_are_refused(inner):
+    """The chain would add up gradients of different shards."""
+    with pytest.raises(ValueError, match="of the 2 workers' different shards; pass shards to dq.o"):
+        gradient(inner, "function", specs=P(None, "data"))
 
 
 # --- Rounds of a function, between which others run -----------------------------------------------

@@ -27,10 +27,18 @@ from dynamiq_jax.methods import DynamiQ, Method, State
 from dynamiq_jax.methods.base import HopMethod, Limits, check_shards
 from dynamiq_jax.methods.dynamiq.crossover import psum_bytes, psum_scatter_bytes
 from dynamiq_jax.methods.levels import TwoLevels
-from dynamiq_jax.plan.plan import EXCLUDED, PADDED, Kind, Native, Plan, native_share
+from dynamiq_jax.plan.plan import (
+    EXCLUDED,
+    PADDED,
+    REDUCTIONS,
+    Kind,
+    Native,
+    Plan,
+    native_share,
+)
 from dynamiq_jax.topologies import AnyTopology, Direct, Topology
 from dynamiq_jax.topologies.links import TransportName, fast_links, slow_by_choice
-from dynamiq_jax.topologies.schedules import automatic, with_transport
+from dynamiq_jax.topologies.schedules import automatic, check_schedule, with_transport
 from dynamiq_jax.tree.leaves import (
     Bucket,
     Leaf,
@@ -179,6 +187,15 @@ class Route:
             check_exchanges(self.method, self.n_workers)
         elif kind != "all-reduce":
             self.sharded()
+
+    def check_buckets(self, kind: Kind) -> None:
+        """Refuses a topology that cannot send a bucket, as the executor would."""
+        if self.topology is None or kind not in REDUCTIONS:
+            return
+        inner, outer, n_inner = self.topology.levels(self.sizes)
+        for topology, n_workers in ((inner, n_inner), (outer, self.n_workers // n_inner)):
+            if topology is not None and n_workers > 1:
+                check_schedule(topology, n_workers)
 
     def sharded(self) -> tuple[Method, Topology | None]:
         """The method that scatters and gathers, which may be `TwoLevels`, and the topology."""
@@ -419,6 +436,8 @@ class Compression(Options):
                     f"{bits:.1f} bits per coordinate >= {method.most_bits:g}"
                 )
                 exact += [(leaf, reason) for leaf in bucket.leaves]
+            if any(bucket.route is route for bucket in buckets):
+                route.check_buckets(kind)
         exact.sort(key=lambda entry: entry[0].index)
         if kind != "all-reduce":
             exact += [(leaf, "not compressed") for leaf in leaves if leaf.index in without]

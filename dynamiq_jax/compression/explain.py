@@ -121,7 +121,9 @@ def explained(
     leaves, _ = placed_leaves(tree, mesh, specs)
     plan = compression.plan(leaves, sizes, here=here)
     routes = list(dict.fromkeys(bucket.route for bucket in plan.buckets))
-    routes = routes or [compression.route(sizes, here=here)]
+    # Nothing is compressed: the routes of the methods that the plan has asked, if it asked any.
+    chosen = [method for method in dict.fromkeys(plan.methods) if method is not None]
+    routes = routes or [compression.route(sizes, method, here=here) for method in chosen]
     explanation = explain_plan(plan, routes, elsewhere, ways_of(leaves, plan, policy, here=here))
     if per_second:
         per_host = sizes[-1] if sum(size > 1 for size in sizes) > 1 else 1

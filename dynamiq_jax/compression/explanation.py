@@ -60,6 +60,7 @@ class Explanation:
         `None`.
       padded: the leaves that sharded updates pad, since no dimension is a multiple of the workers.
       defaults: what links and environment of this machine decided, a line for each.
+      needs_state: whether `psum` refuses a method, which keeps a state: `reduce` sends all this.
     """
 
     rows: tuple[Row, ...]
@@ -79,11 +80,14 @@ class Explanation:
     kernels: str = "xla"
     kernels_reason: str | None = None
     defaults: tuple[str, ...] = ()
+    needs_state: bool = False
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
         title = f"{count}, {self.topology}: {self.reason}"
         caption = [self.method, *lines_of_defaults(self.defaults)]
+        if self.needs_state:
+            caption.append("by dq.reduce with its state; dq.psum and dq.pmean keep none and refuse")
         if self.relative_error is not None:
             error = f"about {self.relative_error:.2g}, of the worst up to three times that"
             caption.append(f"expected |error|² / |sum|² of a super-group: {error}")
@@ -147,8 +151,8 @@ class Explanation:
 def explain_plan(
     plan: Plan, routes: Sequence[Route], assumed: str | None, ways: Ways
 ) -> Explanation:
-    """Explains a plan by ``routes``, or by the default route, with their assumptions."""
-    n = routes[0].n_workers
+    """Explains a plan by the ``routes`` of its methods, none if all leaves are excluded."""
+    n = plan.n_workers
     share = 2 * (n - 1) / n
     bits, told = plan.bits_per_coord, list[tuple[Leaf, int | None, str, float]]()
     moves = plan.moves
@@ -171,12 +175,13 @@ def explain_plan(
     kernels = [route.method.kernels for route in routes]
     defaults = [line for way in ways.ways for own, _ in way.plans for line in own.defaults]
     topologies = ("XLA" if route.topology is None else repr(route.topology) for route in routes)
-    reasons = [*(route.reason for route in routes), *([assumed] if assumed else [])]
+    reasons = [route.reason for route in routes] or ["no leaf has a method"]
+    reasons += [assumed] if assumed else []
     return Explanation(
         rows=tuple(rows),
         n_workers=n,
         method=_described(routes, plan.methods),
-        topology="; ".join(dict.fromkeys(topologies)),
+        topology="; ".join(dict.fromkeys(topologies)) or "XLA",
         reason="; ".join(dict.fromkeys(reasons)),
         wire_bytes=total,
         outer_wire_bytes=plan.outer_bytes,
@@ -186,8 +191,9 @@ def explain_plan(
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=ways.ways,
         padded=ways.padded,
+        needs_state=plan.needs_state is not None,
         defaults=tuple(dict.fromkeys((*plan.defaults, *defaults))),
-        kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)),
+        kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)) or "xla",
         kernels_reason="; ".join(dict.fromkeys(k.reason for k in kernels if k and k.reason))
         or None,
     )
@@ -210,7 +216,7 @@ def _described(routes: Sequence[Route], methods: Sequence[Method | None]) -> str
     """The method, or the number of leaves for each of several methods."""
     counts = collections.Counter(methods)
     if len(counts) < 2 and None not in counts:
-        return repr(routes[0].method)
+        return repr(routes[0].method) if routes else "exact"
     return "; ".join(f"{count} leaves: {m or 'exact'}" for m, count in counts.items())
 
 

@@ -20,6 +20,9 @@ from dynamiq_jax.tree.leaves import Bucket, Leaf
 
 Kind = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
+REDUCTIONS = frozenset({"all-reduce", "reduce-scatter"})
+"""The kinds whose payloads a topology sends; others are XLA's exchanges of payloads."""
+
 SCOPE = "dynamiq_plan_"
 """The beginning of the names of plans in compiled programs."""
 DERIVATIVE = "dynamiq_derivative"
@@ -145,6 +148,13 @@ class Plan(NamedTuple):
         """Bytes of them that cross the outer axes of `Hierarchical`; of one level all."""
         return sum(move.outer_bits for move in self.moves) / 8
 
+    @property
+    def needs_state(self) -> Any:
+        """The first method of a bucket that a call without a state refuses, else `None`."""
+        # One worker sends nothing, and needs no memory.
+        needing = (bucket.route.method for bucket in self.buckets if self.n_workers > 1)
+        return next((method for method in needing if method.needs_state), None)
+
     def bits_per_coord(self, sent_bytes: float, size: int) -> float:
         """Bits per coordinate of ``size`` that take these bytes, of which bf16 takes 16."""
         share = native_share(self.kind, self.n_workers) * size
@@ -162,14 +172,14 @@ class Plan(NamedTuple):
     def asked_bytes(self) -> float:
         """Bytes of them, without a key, that a traced program sends by collectives."""
         asked = self._replace(keyed=False)
-        pushed = {number for number, x in enumerate(self.buckets) if x.route.only_pushes}
+        pushed = {i for i, x in enumerate(self.buckets) if self.pushes and x.route.only_pushes}
         apart = sum(move.sent_bits for move in asked.moves if move.bucket in pushed)
         return asked.sent_bytes - apart / 8
 
     @property
     def pushes(self) -> bool:
         """Whether push kernels may send payloads; these are no collectives of a program."""
-        return any(bucket.route.pushes for bucket in self.buckets)
+        return self.kind in REDUCTIONS and any(bucket.route.pushes for bucket in self.buckets)
 
     def seeds(self, words: Array | None) -> list[Any]:
         """The seed of every bucket (`core.axis.Seed`), from a key's words if there is a key."""

@@ -8,14 +8,14 @@ program: a table that is not what the program does says so.
 import collections
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 from jax.stages import Compiled
 
 from dynamiq_jax.plan.plan import Move, Plan, known, lines_of_defaults
 from dynamiq_jax.plan.program import Collective, collectives_of, scoped
-from dynamiq_jax.plan.traced import bytes_by_scope
+from dynamiq_jax.plan.traced import Sent, bytes_by_scope
 
 AGREES = 0.01
 """The relative difference between planned and compiled bytes that is told of."""
@@ -33,18 +33,22 @@ class PlanRun:
       times: how often the step runs it.
       sent_bytes: bytes that one worker sends for it in a step.
       whole: whether the collectives that were asked for are those of a whole number of runs.
+      folded_bytes: bytes of the plan that XLA does not send: sums of constants, such as gradients
+        of parameters that nothing uses.
     """
 
     plan: Plan
     times: int
     sent_bytes: float
     whole: bool = True
+    folded_bytes: float = 0.0
 
     @property
     def native_bytes(self) -> float:
         """Bytes of these of leaves that are not compressed."""
         moves = (move for move in self.plan.moves if move.bucket is None)
-        return 0.0 if self.plan.by_jax else self.times * sum(x.sent_bits for x in moves) / 8
+        planned = 0.0 if self.plan.by_jax else self.times * sum(x.sent_bits for x in moves) / 8
+        return max(planned - self.folded_bytes, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,31 +139,23 @@ def explain_step(
     host_of = [device.process_index for device in devices]
     several = len({*host_of}) > 1
     found = list(scoped(collectives_of(compiled.as_text() or "", n)))
-    asked = bytes_by_scope(traced.jaxpr)
+    asked, folded = bytes_by_scope(traced.jaxpr)
     compiled_to: collections.Counter[str | None] = collections.Counter()
     for scope, collective in found:
         compiled_to[scope] += collective.total_bytes  # type: ignore[assignment]
     plans = known(dict.fromkeys(scope for scope, _ in asked))
     widens = bool(devices) and devices[0].platform == "cpu"
-    most = {x: asked[x, False] + (1 + widens) * asked[x, True] for x in plans}
+    own = {scope: Asked.of(scope, asked, folded) for scope in plans}
+    most = {scope: told.most(widens) for scope, told in own.items()}
     # A scope with more than it asked for has a collective that XLA joined with those of others.
     joined_kinds = {p.kind for x, p in plans.items() if compiled_to[x] > most[x]} | {"all-reduce"}
     runs, widened = [], 0.0
     for scope, plan in plans.items():
-        narrow, once = asked[scope, True], plan.asked_bytes
-        whole = asked[scope, False] + narrow
         there = min(compiled_to[scope] / most[scope], 1.0) if most[scope] else 1.0
-        times = _times(plan, whole, there, joins=plan.kind in joined_kinds)
-        if not times:
-            continue
-        exactly = whole / once if once else 1.0
-        fits = abs(exactly - round(exactly)) <= AGREES * exactly
-        # What JAX sums by itself is among the collectives without a plan.
-        sent = 0.0 if plan.by_jax else times * plan.sent_bytes
-        runs.append(PlanRun(plan, times, sent, fits or plan.by_jax))
-        # Samples that XLA leaves out are narrow, too.
-        left = times * (narrow * once / max(whole, 1.0) - (once - plan.sent_bytes))
-        widened += widens * max(left, 0.0)
+        run = own[scope].run(plan, there, joins=plan.kind in joined_kinds)
+        if run is not None:
+            runs.append(run)
+            widened += widens * own[scope].widened(run)
     others = tuple(_others([x for scope, x in found if scope not in plans]))
     # XLA joins small sums of plans with others under one name, whose plan then sends more.
     joined = sum(compiled_to[scope] for scope in plans) - widened
@@ -183,6 +179,50 @@ def explain_step(
         rate=rate,
         wire_ms=None if per_second is None else 1e3 * wire / per_second,
     )
+
+
+class Asked(NamedTuple):
+    """Bytes that a traced program asks its collectives to send for a plan.
+
+    Floats of 16 bits, which XLA widens on CPUs, are apart as ``narrow``; ``folded`` is the part
+    that XLA folds.
+    """
+
+    wide: float
+    narrow: float
+    folded_wide: float
+    folded_narrow: float
+
+    @classmethod
+    def of(cls, scope: str, asked: Sent, folded: Sent) -> Self:
+        """The bytes in a plan's scope."""
+        return cls(*(found[scope, narrow] for found in (asked, folded) for narrow in (False, True)))
+
+    def most(self, widens: bool) -> float:
+        """The most bytes that a compiled program sends for it, under its name."""
+        narrow = self.narrow - self.folded_narrow
+        return self.wide - self.folded_wide + (1 + widens) * narrow
+
+    def run(self, plan: Plan, there: float, *, joins: bool) -> PlanRun | None:
+        """The plan as it runs; `None` if nothing of it travels. The rest is as for `_times`."""
+        whole, once = self.wide + self.narrow, plan.asked_bytes
+        folded = self.folded_wide + self.folded_narrow
+        times = _times(plan, whole, there, joins=joins) if not whole or folded < whole else 0
+        if not times:
+            return None
+        exactly = whole / once if once else 1.0
+        fits = abs(exactly - round(exactly)) <= AGREES * exactly
+        folded *= times / max(exactly, 1.0)
+        # What JAX sums by itself is among the collectives without a plan.
+        sent = 0.0 if plan.by_jax else times * plan.sent_bytes - folded
+        return PlanRun(plan, times, sent, fits or plan.by_jax, folded)
+
+    def widened(self, run: PlanRun) -> float:
+        """Bytes by which XLA may widen floats of 16 bits."""
+        whole, once = self.wide + self.narrow, run.plan.asked_bytes
+        narrow = (self.narrow - self.folded_narrow) * once / max(whole, 1.0)
+        # Samples that XLA leaves out are narrow, too.
+        return max(run.times * (narrow - (once - run.plan.sent_bytes)), 0.0)
 
 
 def _devices(compiled: Compiled) -> list[Any]:
@@ -274,6 +314,11 @@ def _lines(told: StepExplanation) -> list[str]:
     lines = [total + ".", "", line(rows[0]), rule, *map(line, rows[1:])]
     if told.between_hosts_bytes:
         lines.append(f"Between hosts: {told.between_hosts_bytes:,.0f} bytes.")
+    if folded := sum(run.folded_bytes for run in told.plans):
+        lines.append(
+            f"Of these plans XLA does not send {folded:,.0f} bytes, sums of constants such as "
+            "gradients of parameters that nothing uses."
+        )
     if told.wire_ms is not None:
         lines.append(f"At {told.rate} the wire takes {told.wire_ms:,.1f} ms a step.")
     if not told.counted:

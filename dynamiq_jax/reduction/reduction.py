@@ -46,7 +46,7 @@ from dynamiq_jax.core.axis import (
     knows_devices,
 )
 from dynamiq_jax.core.checks import Op, axis_sizes, check_groups
-from dynamiq_jax.core.compat import varying_axes
+from dynamiq_jax.core.compat import trace_number, varying_axes
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.engine.run import (
     Fixed,
@@ -79,6 +79,7 @@ from dynamiq_jax.tree.leaves import (
     Serializable,
     Split,
     Surroundings,
+    axes_of,
     bucket_axes,
     concatenate,
     describe_leaves,
@@ -96,25 +97,47 @@ from dynamiq_jax.tree.leaves import (
 # --- All-reduces of one device --------------------------------------------------------------------
 
 
-_note: contextvars.ContextVar[Callable[[Any], Any] | None] = contextvars.ContextVar(
-    "note", default=None
-)
+class Inner(NamedTuple):
+    """A call that reduces, in the backward pass, the gradients of what it is passed."""
+
+    caller: str
+    names: tuple[str, ...]
+    """The axes that it reduces over."""
+    op: Op
+    shards: frozenset[str]
+    """The axes over which its parameters are shards."""
+
+
+Note = Callable[[Any, Inner], Any]
+"""(parameters, the call that they are passed to) -> the same parameters."""
+
+_note: contextvars.ContextVar[Note | None] = contextvars.ContextVar("note", default=None)
+
+HEARD = 3
+"""The number of traces in which such calls are heard: in one that JAX takes up from elsewhere they
+would not be. `training.explicit_axes` has 1 and 2."""
 
 
 @contextlib.contextmanager
-def noting(note: Callable[[Any], Any]) -> Iterator[None]:
+def noting(note: Note) -> Iterator[None]:
     """A block in which parameters whose gradients are reduced in the backward pass go by this."""
-    token = _note.set(note)
+    around = _note.get()
+    token = _note.set(note if around is None else lambda x, inner: note(around(x, inner), inner))
     try:
-        yield
+        with trace_number(trace_number.value or HEARD):
+            yield
     finally:
         _note.reset(token)
 
 
-def noted(params: Any) -> Any:
+def noted(params: Any, total: "Reduction", caller: str, specs: Any = None) -> Any:
     """Parameters whose gradients are reduced in the backward pass, as `noting` wants them."""
     note = _note.get()
-    return params if note is None else note(params)
+    if note is None:
+        return params
+    told = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))
+    shards = frozenset(name for spec in told if isinstance(spec, P) for name in axes_of(spec))
+    return note(params, Inner(caller, total.axis.names, total.op, shards))
 
 
 def check_state(state: Any, expected: tuple, plan: Plan) -> list:
@@ -122,11 +145,9 @@ def check_state(state: Any, expected: tuple, plan: Plan) -> list:
     n_buckets = len(expected)
     methods = list(dict.fromkeys(bucket.route.method for bucket in plan.buckets))
     if state is None:
-        needing = [m for m in methods if m.needs_state]
-        # One worker sends nothing, and needs no memory.
-        if needing and plan.buckets[0].route.n_workers > 1:
+        if (method := plan.needs_state) is not None:
             raise ValueError(
-                f"method={needing[0]!r} needs a state: call dq.reduce(tree, axis_name, "
+                f"method={method!r} needs a state: call dq.reduce(tree, axis_name, "
                 "compression=method, state=dq.Compression(method).init_state(tree, n_workers)) and "
                 "carry the state that it returns to the next step. The function that "
                 "dq.value_and_grad returns takes state=, too, made with stacked=True"

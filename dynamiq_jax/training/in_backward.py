@@ -127,7 +127,7 @@ def fsdp(
                 "parameters are sharded; leave it out"
             )
         return gather_outside(total, params, key=key)
-    params = noted(params)
+    params = noted(params, total, "dq.fsdp", specs)
     reducer = Reducer(total, params, "fsdp", specs=specs, copies=copies)
     check_key(key, axis)
 

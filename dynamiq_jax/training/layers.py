@@ -48,7 +48,7 @@ from dynamiq_jax.training.interleaved import (
     send,
     without,
 )
-from dynamiq_jax.tree.leaves import describe_leaves, names_of
+from dynamiq_jax.tree.leaves import LAYERS, describe_leaves, names_of
 
 Body = Callable[[Any, Any, Any], tuple[Any, Any]]
 """(one layer's parameters, values for all layers, x) -> (x, the layer's output)."""
@@ -114,6 +114,7 @@ class Scanned:
 
     def layers(self, total: Reduction, number: int, params: Any, **options: Any) -> "Layers":
         """The part of a chain that it is, for these stacked parameters."""
+        check_rows(options.get("specs"), total.axis, copied=options.get("copies") is not None)
         # Such a function takes no values for all layers, and has no outputs by layer.
         body = lambda own, _, x: (self.function(own, x), None)
         loop = Loop(body, length_of(params), self.reverse, self.unroll, alone=False)
@@ -133,7 +134,7 @@ def reducer_of_rows(
         )
     # Any row will do: the reducer takes types, and no values.
     row = None if copies is None else row_of(copies, 0)
-    return Reducer(total, row_of(params, 0), caller, specs=_of_rows(specs, total.axis), copies=row)
+    return Reducer(total, row_of(params, 0), caller, specs=_of_rows(specs), copies=row)
 
 
 def whole_row(reducer: Reducer, params: Any, copies: Any) -> Any:
@@ -171,19 +172,29 @@ def length_of(stacked: Any, length: int | None = None) -> int:
     return count
 
 
-def _of_rows(specs: Any, axis: Axis) -> Any:
-    """The specs of one layer, from those of stacked leaves."""
-
-    def of_row(spec: P) -> P:
-        first, *rest = (*spec,) or (None,)
-        if {*names_of(first)} & {*axis.names}:
-            raise ValueError(
-                f"specs: {spec} splits the layers themselves over {axis.name!r}, and each worker "
-                f"runs all layers; split another dimension, as P(None, {axis.name!r})"
+def check_rows(specs: Any, axis: Axis, *, copied: bool) -> None:
+    """Refuses specs that split the layers; before lengths, which are then those of shards."""
+    for path, spec in jax.tree.leaves_with_path(specs, is_leaf=lambda x: isinstance(x, P)):
+        first = spec[0] if isinstance(spec, P) and len(spec) else None
+        if not {*names_of(first)} & {*axis.names}:
+            continue
+        remedy = f"split another dimension, as P(None, {axis.name!r})"
+        if copied:
+            remedy = (
+                "dq.optax.sharded does so where no other dimension is a multiple of the "
+                f"{axis.size} workers, or where there are {LAYERS} layers or more: make another "
+                "one a multiple, or pass it dq.Compression(exclude=...) for this leaf, whose "
+                "masters are then whole"
             )
-        return P(*rest)
+        raise ValueError(
+            f"specs{jax.tree_util.keystr(path)}: {spec} splits the layers themselves over "
+            f"{axis.name!r}, and each worker runs all layers; {remedy}"
+        )
 
-    return jax.tree.map(of_row, specs, is_leaf=lambda x: isinstance(x, P))
+
+def _of_rows(specs: Any) -> Any:
+    """The specs of one layer, from those of stacked leaves."""
+    return jax.tree.map(lambda spec: P(*spec[1:]), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 class Kept(NamedTuple):

@@ -24,6 +24,8 @@ in the same way, and added to the copies::
 The backward pass needs no gather: it uses the copies that the caller gets back.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -36,7 +38,7 @@ from dynamiq_jax.core.axis import Axis, AxisName, key_words
 from dynamiq_jax.core.checks import Op, check_axis
 from dynamiq_jax.former import formerly
 from dynamiq_jax.jaxprs.phases import Progress
-from dynamiq_jax.reduction.reduction import Pending, Reduction, noted
+from dynamiq_jax.reduction.reduction import Inner, Pending, Reduction, noted, noting
 from dynamiq_jax.training.in_backward import Reducer, constant_copies
 from dynamiq_jax.training.interleaved import (
     Beside,
@@ -50,6 +52,7 @@ from dynamiq_jax.training.interleaved import (
     without,
 )
 from dynamiq_jax.training.layers import Layers, Scanned
+from dynamiq_jax.training.scans import check_once, marked
 
 Function = Callable[[Any, Any], Any]
 """(own parameters, x) -> the next function's x."""
@@ -141,12 +144,13 @@ def overlapped(
     """
     axis, gathers = check_axis(axis_name), gathers_of(compression)
     told = _checked(functions=functions, params=params, specs=specs, copies=copies)
-    told["params"] = noted(told["params"])
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
+    told["params"] = noted(told["params"], total, "dq.overlapped", told["specs"])
     if pending is not None:
         _check_pending(pending, axis, told["copies"])
-    parts = []
+    parts, heard = [], []
     for number, (function, own, spec, copy) in enumerate(zip(*told.values(), strict=True)):
+        function = reduced_once(function, total, number, heard)
         parts.append(part_of(function, total, number, own, specs=spec, copies=copy))
     chain = Chain(axis, tuple(parts), Traces(), reshard_after_forward)
     constants = constant_copies(told["copies"])
@@ -155,6 +159,35 @@ def overlapped(
         return x
     leaves = jax.tree.leaves(lax.stop_gradient(current))
     return x, jax.tree.unflatten(jax.tree.structure(copies), leaves)
+
+
+def reduced_once(
+    function: Function | Scanned, total: Reduction, number: int, heard: list[Inner]
+) -> Function | Scanned:
+    """The function; it refuses to reduce gradients of its own parameters, which the chain reduces.
+
+    ``heard`` is of all functions of a chain: JAX traces what is alike in them once.
+    """
+    if isinstance(function, Scanned):
+        own = reduced_once(function.function, total, number, heard)
+        return dataclasses.replace(function, function=own)
+
+    def note(params: Any, call: Inner) -> Any:
+        heard.append(call)
+        return marked(params, call)
+
+    @functools.wraps(function, updated=())
+    def run(own: Any, x: Any) -> Any:
+        with noting(note):
+            found = function(own, x)
+            program = jax.make_jaxpr(function)(own, x) if heard else None
+        # Hardly ever: a call that reduces was heard.
+        if program is not None:
+            where = f"function {number} of dq.overlapped"
+            check_once(program, own, total, where, "dq.overlapped")
+        return found
+
+    return run
 
 
 def _check_pending(pending: Any, axis: Axis, copies: tuple) -> None:

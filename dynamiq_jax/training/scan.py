@@ -22,6 +22,7 @@ from dynamiq_jax.training.layers import (
     Body,
     Layers,
     Loop,
+    check_rows,
     length_of,
     reducer_of_rows,
     whole_row,
@@ -29,7 +30,7 @@ from dynamiq_jax.training.layers import (
 from dynamiq_jax.training.pipeline import Chain
 from dynamiq_jax.training.scans import (
     FoundError,
-    check_layer,
+    check_once,
     in_layer,
     marked,
     scans_around,
@@ -132,15 +133,16 @@ def scan(
     gathers = gathers_of(compression)
     check_key(key, axis if axis.mapped else None)
     total = Reduction(axis, as_compression(compression), op, gathers=gathers, overlaps=True)
-    count, xs = length_of(xs, length), noted(xs)
+    check_rows(specs, axis, copied=copies is not None)
+    count, xs = length_of(xs, length), noted(xs, total, "dq.scan", specs)
     if not axis.mapped:
         # Types of one layer come first here: those of the body's operands depend on them.
         order = count, reverse, unroll
-        return scan_outside(total, partial(_closed, f), init, xs, order, key_words(key))
+        return scan_outside(total, partial(_closed, f, total), init, xs, order, key_words(key))
     reducer = reducer_of_rows(total, xs, "scan", specs=specs, copies=copies)
     # The body is traced ahead of the derivative: what it closes over becomes arguments, or the
     # backward pass could not return gradients of these.
-    init, shared, body = _closed(f, init, whole_row(reducer, xs, copies), count)
+    init, shared, body = _closed(f, total, init, whole_row(reducer, xs, copies), count)
     part = Layers(Loop(body, count, reverse, unroll, alone=True), reducer, 0)
     chain = Chain(axis, (part,), Traces(), reshard_after_forward)
     constants = constant_copies((copies,))
@@ -158,7 +160,9 @@ def _evaluated(xs: Any, axis: Axis) -> Any:
     return jax.tree.map(lambda x: constant(x, error), xs)
 
 
-def _closed(f: Callable, init: Any, own: Any, length: int) -> tuple[Any, list[Any], Body]:
+def _closed(
+    f: Callable, total: Reduction, init: Any, own: Any, length: int
+) -> tuple[Any, list[Any], Body]:
     """The first carry in the type of later ones, values that ``f`` closes over, and its program."""
     # `lax.scan` says what is wrong with a carry in its own words.
     turns = lambda x, own: lax.scan(lambda x, _: f(x, own), x, None, length)
@@ -170,7 +174,7 @@ def _closed(f: Callable, init: Any, own: Any, length: int) -> tuple[Any, list[An
         init = jax.tree.map(typed, jax.tree.map(jnp.asarray, init), carry)
         program, shapes = jax.make_jaxpr(lambda own, x: f(x, own), return_shape=True)(own, init)
     if inner:
-        check_layer(program, own)
+        check_once(program, own, total, "a layer of dq.scan", "dq.scan")
     jaxpr, constants = with_constants(program)
     # Constants of the program have no gradient, so they stay in the body.
     here = [is_constant(x) for x in constants]

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -23,7 +24,7 @@ from dynamiq_jax.core.checks import Op
 from dynamiq_jax.core.compat import trace_number
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.jaxprs.walk import inputs_behind, inputs_of
-from dynamiq_jax.reduction.reduction import Reduction, noting
+from dynamiq_jax.reduction.reduction import Inner, Reduction, noting
 from dynamiq_jax.tree.leaves import describe_leaves
 
 Mode = Literal["stops", "plain", "marks", "exchanges"]
@@ -35,6 +36,14 @@ _numbers = itertools.count(16)
 
 UNREDUCED = "unreduced=True"
 """The reason of which nobody needs to be warned."""
+
+
+REMEDIES = {
+    "dq.scan": "take jax.lax.scan in its place",
+    "dq.fsdp": "leave it out",
+    "dq.overlapped": "call the functions one after the other in its place",
+}
+"""Remedies for a call that reduces gradients which another one reduces, by its name."""
 
 
 class FoundError(Exception):
@@ -132,26 +141,56 @@ class Scans:
 
 
 @contextlib.contextmanager
-def in_layer() -> Iterator[list[Any]]:
-    """A block that traces a layer; it gets a list of parameters that are reduced in the layer."""
+def in_layer() -> Iterator[list[Inner]]:
+    """A block that traces a layer; it gets a list of calls that reduce gradients in the layer."""
     inner = []
 
-    def note(params: Any) -> Any:
-        inner.append(params)
-        return marked(params)
+    def note(params: Any, call: Inner) -> Any:
+        inner.append(call)
+        return marked(params, call)
 
     with noting(note):
         yield inner
 
 
-def check_layer(program: Any, own: Any) -> None:
-    """Refuses a layer, whose first inputs are ``own``, if any of these are reduced in it."""
-    if inputs_of(program, _marked) & {*range(len(jax.tree.leaves(own)))}:
-        raise ValueError(
-            "a layer of dq.scan passes its own parameters to another dq.scan, dq.fsdp or "
-            "dq.overlapped, and their gradients would be reduced twice; take jax.lax.scan in the "
-            "layer, or leave out fsdp: the outer scan reduces all of its gradients"
-        )
+def check_once(program: Any, own: Any, total: Reduction, where: str, outer: str) -> None:
+    """Refuses a program, whose first inputs are ``own``, that reduces their gradients as well.
+
+    ``total`` is the reduction of ``outer``. Means of means are right, and only warned of: they
+    travel twice.
+    """
+    calls: dict[Inner, None] = {}
+
+    def takes(equation: JaxprEqn, call: Inner | None = None) -> list[Any]:
+        found = equation.params["call"] if equation.primitive is _mark else None
+        if found is not None:
+            calls[found] = None
+        return equation.invars if found is not None and found == call else []
+
+    inputs_of(program, takes)
+    mine = {*range(len(jax.tree.leaves(own)))}
+    for call in [*calls]:
+        axis = Axis(tuple(name for name in call.names if name in total.axis.names))
+        n = axis.size if axis.mapped else None
+        # Over other axes it reduces something else: FSDP over one, say, and copies over another.
+        if not axis.names or n == 1 or not inputs_of(program, partial(takes, call=call)) & mine:
+            continue
+        said = f"{where} passes its own parameters to another {call.caller} over axis {axis.name!r}"
+        remedy = f"{REMEDIES[call.caller]}: {outer} reduces all of its gradients"
+        if {*axis.names} & call.shards:
+            why = f"as shards, and {outer} would mix gradients of the {n} workers' different shards"
+            remedy = f"pass shards to {outer}, with specs, which gathers them for the function"
+        elif call.op == "mean" and n is not None:
+            warn(f"{said}, and their gradients are averaged and sent twice; {remedy}")
+            continue
+        else:
+            many = (
+                f", summed by both, would be {n} times too large" if n else " would be summed twice"
+            )
+            why = f"and their gradients{many}"
+        # A program that was refused must not be taken up by the next trace, which hears nothing.
+        jax.clear_caches()
+        raise ValueError(f"{said}, {why}; {remedy}")
 
 
 def warn_of_scan(reason: str) -> None:
@@ -162,12 +201,13 @@ def warn_of_scan(reason: str) -> None:
     )
 
 
-def marked(xs: Any) -> Any:
-    """Stacked operands with a mark on those that have a gradient."""
+def marked(xs: Any, call: Inner | None = None) -> Any:
+    """Operands, of a scan or of ``call``, with a mark on those that have a gradient."""
     leaves, treedef = jax.tree.flatten(xs)
     moving = [i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
     # One mark for all operands: it is one scan.
-    for i, x in zip(moving, _mark.bind(*(jnp.asarray(leaves[i]) for i in moving)), strict=True):
+    found = _mark.bind(*(jnp.asarray(leaves[i]) for i in moving), call=call)
+    for i, x in zip(moving, found, strict=True):
         leaves[i] = x
     return treedef.unflatten(leaves)
 
@@ -180,8 +220,11 @@ def _marked(equation: JaxprEqn) -> list[Any]:
 _mark = Primitive("scanned_by_dynamiq_jax")
 _mark.multiple_results = True
 # The mark changes nothing; transformations pass it on.
-_mark.def_impl(lambda *values: list(values))
-_mark.def_abstract_eval(lambda *types: list(types))
-batching.primitive_batchers[_mark] = lambda values, dims: (list(values), list(dims))
-ad.primitive_jvps[_mark] = lambda primals, tangents: (_mark.bind(*primals), list(tangents))
-mlir.register_lowering(_mark, lambda context, *values: values)
+_mark.def_impl(lambda *values, **_: list(values))
+_mark.def_abstract_eval(lambda *types, **_: list(types))
+batching.primitive_batchers[_mark] = lambda values, dims, **_: (list(values), list(dims))
+ad.primitive_jvps[_mark] = lambda primals, tangents, **told: (
+    _mark.bind(*primals, **told),
+    list(tangents),
+)
+mlir.register_lowering(_mark, lambda context, *values, **_: values)
