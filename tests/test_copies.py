@@ -26,7 +26,7 @@ from supervised import Supervised
 from workers import mesh_of
 
 from dynamiq_jax.hosts import slots as slots_module
-from dynamiq_jax.hosts.copies import Copies, Told, _rounds, newest, session_after
+from dynamiq_jax.hosts.copies import Copies, Told, newest, session_after
 from dynamiq_jax.hosts.slots import VARIABLE, Slots
 
 WORKER = copies_worker.__file__
@@ -482,31 +482,6 @@ def test_a_copy_of_version_0_4_comes_back(slots):
     copies.save(2, state)  # it went back
     assert sorted(kept.header["step"] for kept in slots.kept()) == [2, 8]
     assert Copies().restore(state).step == 2
-
-
-def test_rounds_send_every_byte_once():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        n, room = rng.integers(1, 6), int(rng.integers(1, 30))
-        every = {(i, ((0, int(rng.integers(9))),)): int(rng.integers(0, 80)) for i in range(9)}
-        held = {block: rng.random(n) < 0.6 for block in every}
-        for flags in held.values():
-            flags[rng.integers(n)] = True
-        sizes = [{b: every[b] for b in reversed(every) if held[b][host]} for host in range(n)]
-        reached = []
-        for parts in _rounds(sizes, room):
-            used = [0] * n
-            for host, block, start, stop in parts:
-                assert stop - start <= room
-                assert all(held[block]) or start == stop if host < 0 else held[block][host]
-                used[host] += stop - start if host >= 0 else 0
-                if reached and reached[-1][0] == block:
-                    assert reached.pop()[1] == start
-                else:
-                    assert start == 0
-                reached.append((block, stop))
-            assert max(used) <= room
-        assert reached == sorted(every.items())
 
 
 @pytest.mark.parametrize("starts_anew", [False, True])

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -19,25 +19,18 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dynamiq_jax.hosts import notice
+from dynamiq_jax.hosts.rounds import Block, Incoming, Piece, Read
 from dynamiq_jax.hosts.slots import Kept, Slots
 from dynamiq_jax.hosts.told import rows_of_all, told_by_all
 from dynamiq_jax.tree.leaves import name_of, shown
 
 Tree = TypeVar("Tree")
 Placed = Array | jax.ShapeDtypeStruct
-Block = tuple[int, tuple[tuple[int, int], ...]]
-"""A part of a leaf: the leaf's number, and from where to where it goes in each dimension."""
-
-Piece = tuple[Block, int, int, np.ndarray | None]
-"""Bytes of a block: from where to where, and themselves, uint8[n]; `None`: in the own slot."""
-
-Read = Callable[[Block, int, np.ndarray], None]
-"""Reads the bytes of a block of the own slot, from one on, into uint8[n]."""
+Spans = tuple[tuple[int, int], ...]
+"""From where to where a part of a leaf goes in each dimension."""
 
 PIECE = 2**28
 """Bytes that a device holds at most while hosts send each other a copy."""
-ROUND = 2**25
-"""Bytes that all hosts together send at a time while they restore one, and read from slots."""
 FIELDS = 7
 """How many numbers tell of one slot."""
 
@@ -72,16 +65,6 @@ class Told(NamedTuple):
     def copy(self) -> "Told":
         """The fields that all hosts tell alike of a copy."""
         return self._replace(process=0, whole=False)
-
-
-class Sent(NamedTuple):
-    """A part of a block that one host sends."""
-
-    host: int
-    """The sender; -1: each host reads it from its own slot."""
-    block: Block
-    start: int
-    stop: int
 
 
 class Copies:
@@ -184,11 +167,18 @@ class Copies:
         best, mine, lacking = self._meet()
         if best is None:
             return None
-        headers = _headers(mine) if lacking else [mine.header if mine else None]
+        n = jax.process_count()
+        headers = told_by_all(mine and mine.header) if lacking else [mine and mine.header] * n
         header = next(header for header in headers if header)
+        _check_names(header, state)
+        held = [_sizes(header) for header in headers]
+        own = _needs(header, state)
+        needs = told_by_all(own) if lacking else [own] * n
+        wanted = [_overlapping(held, regions) for regions in needs]
         read = self._reader(mine)
-        pieces = _pieces([_sizes(header) for header in headers], read)
-        return Copy(header["step"], _restored(header, pieces, read, state), header["note"])
+        incoming = Incoming(held, wanted, read)
+        restored = _restored(header, incoming, wanted[jax.process_index()], read, state)
+        return Copy(header["step"], restored, header["note"])
 
     def _meet(self) -> tuple[Told | None, Kept | None, bool]:
         """Begins a session: all copies from now on are later than those of which hosts tell.
@@ -311,11 +301,11 @@ def _check(path: tuple, leaf: Any) -> None:
         )
 
 
-def _held(leaf: Any) -> dict[int, dict[Any, tuple[tuple[int, int], ...]]]:
-    """{process: {device: the part of the leaf that it holds}}."""
-    found: dict[int, dict[Any, tuple[tuple[int, int], ...]]] = {}
-    for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        part = tuple(s.indices(n)[:2] for s, n in zip(index, leaf.shape, strict=True))
+def _held(sharding: Any, shape: tuple[int, ...]) -> dict[int, dict[Any, Spans]]:
+    """{process: {device: the part of a leaf that it holds}}."""
+    found: dict[int, dict[Any, Spans]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        part = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
         found.setdefault(device.process_index, {})[device] = part
     return found
 
@@ -324,19 +314,19 @@ def _travels(leaf: Any) -> bool:
     """Whether some process does not hold every part of a leaf."""
     if not _spans(leaf):
         return False
-    held = [set(parts.values()) for parts in _held(leaf).values()]
+    held = [set(parts.values()) for parts in _held(leaf.sharding, leaf.shape).values()]
     return len(held) < jax.process_count() or any(parts != held[0] for parts in held)
 
 
-def _parts(leaf: Any, process: int) -> dict[tuple[tuple[int, int], ...], int]:
+def _parts(leaf: Any, process: int) -> dict[Spans, int]:
     """{part of a leaf: which of a process's devices is the first that holds it}."""
     if not _spans(leaf):
         return {tuple((0, n) for n in leaf.shape): 0}
-    parts = [*enumerate(_held(leaf).get(process, {}).values())]
+    parts = [*enumerate(_held(leaf.sharding, leaf.shape).get(process, {}).values())]
     return {part: place for place, part in reversed(parts)}
 
 
-def _size(leaf: Any, part: tuple[tuple[int, int], ...]) -> int:
+def _size(leaf: Any, part: Spans) -> int:
     """The bytes of a part."""
     return math.prod(stop - start for start, stop in part) * leaf.dtype.itemsize
 
@@ -344,7 +334,7 @@ def _size(leaf: Any, part: tuple[tuple[int, int], ...]) -> int:
 def _on_host(leaf: Any, place: int) -> np.ndarray:
     """The bytes that a device of this process holds, or all of a leaf of this process."""
     if _spans(leaf):
-        held = _held(leaf)[jax.process_index()]
+        held = _held(leaf.sharding, leaf.shape)[jax.process_index()]
         shards = {shard.device: shard.data for shard in leaf.addressable_shards}
         leaf = shards[[*held][place]]
     if isinstance(leaf, Array):  # an array keeps its copy on the host, so another one makes it
@@ -434,93 +424,69 @@ def _program(mesh: Any, specs: tuple[PartitionSpec, ...]) -> Any:
 # --- From host to host ----------------------------------------------------------------------------
 
 
-def _headers(mine: Kept | None) -> list[Any]:
-    """The headers of all hosts; `None` for one that does not have the copy."""
-    return told_by_all(mine and mine.header)
-
-
 def _sizes(header: Any) -> dict[Block, int]:
     """{block: how many bytes it has}."""
     blocks = header["blocks"] if header else []
     return {(leaf, tuple(map(tuple, part))): size for leaf, part, size in blocks}
 
 
-def _rounds(sizes: Sequence[Mapping[Block, int]], room: int) -> Iterator[list[Sent]]:
-    """Who sends what in each round, in the order of blocks.
-
-    Args:
-      sizes: the bytes of each host's blocks; of one host if each has all.
-      room: how many bytes a host sends at most in a round.
-    """
-    parts: list[Sent] = []
-    used = [0] * len(sizes)
-    for block, size in sorted({block: n for held in sizes for block, n in held.items()}.items()):
-        holders = [host for host, held in enumerate(sizes) if block in held]
-        if len(holders) == len(sizes) or not size:
-            starts = range(0, max(1, size), room)
-            parts += [Sent(-1, block, start, min(size, start + room)) for start in starts]
-            continue
-        start = 0
-        while start < size:
-            host = min(holders, key=used.__getitem__)
-            if used[host] == room:
-                yield parts
-                parts, used = [], [0] * len(sizes)
-            stop = min(size, start + room - used[host])
-            parts.append(Sent(host, block, start, stop))
-            used[host] += stop - start
-            start = stop
-    yield parts
-
-
-def _pieces(sizes: Sequence[Mapping[Block, int]], read: Read) -> Iterator[Piece]:
-    """The pieces of all blocks in their order; all hosts go through them alike.
-
-    Args:
-      sizes: the bytes of each host's blocks; of one host if each has all.
-      read: reads a block that this host has.
-    """
-    room = max(2**16, 1 << (ROUND // len(sizes)).bit_length() - 1)
-    for parts in _rounds(sizes, room):
-        yield from _passed(parts, len(sizes), read)
-
-
-def _passed(parts: Sequence[Sent], hosts: int, read: Read) -> Iterator[Piece]:
-    """The pieces of one round."""
-    ends, places = [0] * hosts, []
-    for host, _, start, stop in parts:
-        places.append(ends[host])
-        ends[host] += stop - start if host >= 0 else 0
-    rows = None
-    if any(ends):
-        row = np.zeros(1 << max(max(ends) - 1, 2**16 - 1).bit_length(), np.uint8)
-        for (host, block, start, stop), place in zip(parts, places, strict=True):
-            if host == jax.process_index():
-                read(block, start, row[place : place + stop - start])
-        rows = rows_of_all(row)
-        del row
-    for (host, block, start, stop), place in zip(parts, places, strict=True):
-        if host < 0 or rows is None:
-            yield block, start, stop, None
+def _needs(header: Any, state: Any) -> list[list[Spans] | None]:
+    """Which parts of each leaf this process places; `None`: all of it."""
+    needs: list[list[Spans] | None] = []
+    for number, like in enumerate(jax.tree.leaves(state)):
+        _, shape, dtype, *_ = header["leaves"][number]
+        if _fits(shape, dtype, _impl(header, number), like) and _is_placed(like):
+            parts = _held(like.sharding, tuple(shape)).get(jax.process_index(), {})
+            needs.append([*dict.fromkeys(parts.values())])
         else:
-            yield block, start, stop, rows[host, place : place + stop - start]
+            needs.append(None)
+    return needs
 
 
-def _restored(header: Any, pieces: Iterable[Piece], read: Read, state: Tree) -> Tree:
+def _overlapping(held: Sequence[Mapping[Block, int]], needs: Sequence[Any]) -> set[Block]:
+    """The blocks that have something of the parts of leaves that a process places."""
+    every: dict[int, set[Spans]] = {}
+    for number, part in itertools.chain.from_iterable(held):
+        every.setdefault(number, set()).add(part)
+    found: set[Block] = set()
+    for number, regions in enumerate(needs):
+        parts = every[number]
+        for region in [()] if regions is None else regions:
+            whole = tuple(map(tuple, region))  # as it was saved, mostly: blocks do not overlap
+            near = {whole} if whole in parts else {part for part in parts if _meet(part, region)}
+            found.update((number, part) for part in near)
+    return found
+
+
+def _meet(part: Spans, region: Sequence[Sequence[int]]) -> bool:
+    """Whether two parts have something in common, as far as the second has dimensions."""
+    return all(a < d and c < b for (a, b), (c, d) in zip(part, region, strict=False))
+
+
+def _restored(
+    header: Any, incoming: Incoming, wanted: Iterable[Block], read: Read, state: Tree
+) -> Tree:
     """The copy as a tree like ``state``. One leaf at a time is whole on the host."""
-    paths, treedef = jax.tree.flatten_with_path(state)
-    saved = header["leaves"]
-    _check_names([name for name, *_ in saved], [list(name_of(path)) for path, _ in paths])
-    own = itertools.groupby(pieces, lambda piece: piece[0][0])  # every leaf has a block
-    leaves = [
-        _placed(_whole(shape, dtype, parts, read), _impl(header, number), like)
-        for (number, parts), (_, shape, dtype, *_), (_, like) in zip(own, saved, paths, strict=True)
-    ]
+    likes, treedef = jax.tree.flatten(state)
+    blocks: dict[int, list[Block]] = {}
+    for block in sorted(wanted):
+        blocks.setdefault(block[0], []).append(block)
+    leaves = []
+    for number, ((_, shape, dtype, *_), like) in enumerate(
+        zip(header["leaves"], likes, strict=True)
+    ):
+        whole = np.empty(shape, jnp.dtype(dtype))
+        for block in blocks.get(number, ()):
+            _fill(whole, block, incoming.of(block), read)
+        leaves.append(_placed(whole, _impl(header, number), like))
+    incoming.finish()
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _check_names(saved: list[Any], now: list[Any]) -> None:
+def _check_names(header: Any, state: Any) -> None:
     """Refuses a copy of other leaves. Version 0.4 joined the words of a name."""
+    saved = [name for name, *_ in header["leaves"]]
+    now: list[Any] = [list(name_of(path)) for path, _ in jax.tree.leaves_with_path(state)]
     if saved and isinstance(saved[0], str):
         now = ["/".join(name) for name in now]
     if saved != now:
@@ -543,38 +509,46 @@ def _impl(header: Any, number: int) -> str | None:
     return header["keys"].get(name) if isinstance(name, str) else last
 
 
-def _whole(shape: Sequence[int], dtype: str, pieces: Iterable[Piece], read: Read) -> np.ndarray:
-    """A leaf of its blocks' pieces."""
-    whole = np.empty(shape, jnp.dtype(dtype))
-    for (number, part), own in itertools.groupby(pieces, lambda piece: piece[0]):
-        target = whole[(*(slice(*span) for span in part), ...)]
-        block = target if target.flags.c_contiguous else np.empty_like(target, order="C")
-        data = block.reshape(-1).view(np.uint8)
-        for _, start, stop, piece in own:
-            if piece is None:
-                read((number, part), start, data[start:stop])
-            else:
-                data[start:stop] = piece
-        if block is not target:
-            target[...] = block
-    return whole
+def _fill(whole: np.ndarray, block: Block, pieces: Iterable[Piece], read: Read) -> None:
+    """Puts a block of its pieces into its leaf."""
+    target = whole[(*(slice(*span) for span in block[1]), ...)]
+    own = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+    data = own.reshape(-1).view(np.uint8)
+    for start, stop, piece in pieces:
+        if piece is None:
+            read(block, start, data[start:stop])
+        else:
+            data[start:stop] = piece
+    if own is not target:
+        target[...] = own
 
 
 def _placed(array: np.ndarray, impl: str | None, like: Any) -> Any:
     """A leaf where ``like`` is, if it has its shape and dtype; if not, an array of the host."""
-    if impl:  # of a leaf of keys
-        fits = isinstance(like, Placed) and like.shape == array.shape[:-1]
+    fits = _fits(array.shape, array.dtype, impl, like)
+    if impl:
         data = _put(array, like) if fits else jnp.asarray(array)
         return jax.random.wrap_key_data(data, impl=impl)
-    if isinstance(like, Placed) and (like.shape, like.dtype) == (array.shape, array.dtype):
-        return _put(array, like)
-    return array
+    return _put(array, like) if fits else array
+
+
+def _fits(shape: Sequence[int], dtype: Any, impl: str | None, like: Any) -> bool:
+    """Whether a leaf that was saved has the shape and dtype of ``like``."""
+    if not isinstance(like, Placed):
+        return False
+    if impl:  # of a leaf of keys
+        return like.shape == tuple(shape[:-1])
+    return (like.shape, like.dtype) == (tuple(shape), jnp.dtype(dtype))
+
+
+def _is_placed(like: Placed) -> bool:
+    return like.sharding is not None and getattr(like, "committed", True)
 
 
 def _put(array: np.ndarray, like: Any) -> Any:
     """An array where ``like`` is; on the default device, not bound to it, if nobody placed that."""
     # A program moves what nobody placed to its devices, and refuses what is on others.
-    if like.sharding is None or not getattr(like, "committed", True):
+    if not _is_placed(like):
         return jnp.asarray(array)
     placed = jax.make_array_from_callback(array.shape, like.sharding, lambda index: array[index])
     return placed.block_until_ready()  # the host's memory is free then
