@@ -167,17 +167,18 @@ class Copies:
         best, mine, lacking = self._meet()
         if best is None:
             return None
-        n = jax.process_count()
-        headers = told_by_all(mine and mine.header) if lacking else [mine and mine.header] * n
+        # Where nobody lacks anything, each host is alone with its slot.
+        headers = told_by_all(mine and mine.header) if lacking else [mine and mine.header]
         header = next(header for header in headers if header)
         _check_names(header, state)
         held = [_sizes(header) for header in headers]
         own = _needs(header, state)
-        needs = told_by_all(own) if lacking else [own] * n
-        wanted = [_overlapping(held, regions) for regions in needs]
-        read = self._reader(mine)
-        incoming = Incoming(held, wanted, read)
-        restored = _restored(header, incoming, wanted[jax.process_index()], read, state)
+        needs = told_by_all(own) if lacking else [own]
+        every = _parts_of_all(held)
+        wanted = [_overlapping(every, regions) for regions in needs]
+        me, read = jax.process_index() if lacking else 0, self._reader(mine)
+        incoming = Incoming(held, wanted, read, me)
+        restored = _restored(header, incoming, wanted[me], read, state)
         return Copy(header["step"], restored, header["note"])
 
     def _meet(self) -> tuple[Told | None, Kept | None, bool]:
@@ -443,11 +444,16 @@ def _needs(header: Any, state: Any) -> list[list[Spans] | None]:
     return needs
 
 
-def _overlapping(held: Sequence[Mapping[Block, int]], needs: Sequence[Any]) -> set[Block]:
-    """The blocks that have something of the parts of leaves that a process places."""
+def _parts_of_all(held: Sequence[Mapping[Block, int]]) -> dict[int, set[Spans]]:
+    """{number of a leaf: the parts of it that hosts have}."""
     every: dict[int, set[Spans]] = {}
     for number, part in itertools.chain.from_iterable(held):
         every.setdefault(number, set()).add(part)
+    return every
+
+
+def _overlapping(every: Mapping[int, set[Spans]], needs: Sequence[Any]) -> set[Block]:
+    """The blocks that have something of the parts of leaves that a process places."""
     found: set[Block] = set()
     for number, regions in enumerate(needs):
         parts = every[number]

@@ -90,9 +90,10 @@ def rounds(
       room: how many bytes a host sends at most in a round to one host, and again to all.
     """
     now = _Round(room, len(held))
-    for block, size in sorted({block: n for own in held for block, n in own.items()}.items()):
-        holders = [host for host, own in enumerate(held) if block in own]
-        lack = [h for h, own in enumerate(wanted) if block in own and block not in held[h]]
+    having = _hosts_of(held)
+    lacking = _hosts_of([{*own} - {*has} for own, has in zip(wanted, held, strict=True)])
+    for block, holders in sorted(having.items()):
+        size, lack = held[holders[0]][block], lacking.get(block, [])
         targets = lack if len(lack) <= len(holders) else [ALL]
         for begin in range(0, size, room):  # targets take turns
             for target in targets:
@@ -104,6 +105,15 @@ def rounds(
         yield now.parts
 
 
+def _hosts_of(blocks: Sequence[Collection[Block]]) -> dict[Block, list[int]]:
+    """The hosts of each block, from the blocks of each host."""
+    found: dict[Block, list[int]] = {}
+    for host, own in enumerate(blocks):
+        for block in own:
+            found.setdefault(block, []).append(host)
+    return found
+
+
 class Incoming:
     """The pieces of the blocks that this host wants; all hosts make one alike.
 
@@ -111,6 +121,7 @@ class Incoming:
       held: the bytes of each host's blocks.
       wanted: the blocks that each host wants.
       read: reads a block that this host has.
+      me: which of the hosts this one is.
     """
 
     def __init__(
@@ -118,8 +129,9 @@ class Incoming:
         held: Sequence[Mapping[Block, int]],
         wanted: Sequence[Collection[Block]],
         read: Read,
+        me: int,
     ) -> None:
-        self._me, self._hosts = jax.process_index(), len(held)
+        self._me, self._hosts = me, len(held)
         self._held, self._wanted, self._read = held[self._me], wanted[self._me], read
         self._sizes = {block: n for own in held for block, n in own.items()}
         self._rounds = rounds(held, wanted, ROUND)
