@@ -459,12 +459,12 @@ def _overlapping(every: Mapping[int, set[Spans]], needs: Sequence[Any]) -> set[B
         parts = every[number]
         for region in [()] if regions is None else regions:
             whole = tuple(map(tuple, region))  # as it was saved, mostly: blocks do not overlap
-            near = {whole} if whole in parts else {part for part in parts if _meet(part, region)}
+            near = {whole} if whole in parts else {part for part in parts if _overlap(part, region)}
             found.update((number, part) for part in near)
     return found
 
 
-def _meet(part: Spans, region: Sequence[Sequence[int]]) -> bool:
+def _overlap(part: Spans, region: Sequence[Sequence[int]]) -> bool:
     """Whether two parts have something in common, as far as the second has dimensions."""
     return all(a < d and c < b for (a, b), (c, d) in zip(part, region, strict=False))
 
