@@ -3,12 +3,15 @@
 import functools
 import sys
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
 import jax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 RUNS_MOSAIC = jax.__version_info__ >= (0, 11)
 """Whether Mosaic GPU kernels take references to what they write into."""
@@ -69,18 +72,38 @@ def shape_struct(shape, dtype, *like) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=kind(varying=_varying(like)))
 
 
-def as_varying(tree: Any, *like) -> Any:
-    """Arrays, typed as ones that vary over every mesh axis that one of ``like`` varies over.
+def typed_by_operands(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A Mosaic GPU kernel; its results vary over all mesh axes over which an operand varies.
 
-    JAX types results of Mosaic GPU kernels, and references, without regard to operands: as equal on
-    all workers.
+    JAX types results of these kernels as equal on all workers, whatever operands are, and refuses
+    references to what varies. So the kernel gets operands that are typed as equal, too.
     """
 
-    def cast(x):
-        axes = _varying(like) - _varying([x])
-        return jax.lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
+    def typed(*operands):
+        axes = tuple(sorted(_varying(operands)))
+        results = call(*(assume_invarying(x, axes) for x in operands))
+        return jax.lax.pcast(results, axes, to="varying") if axes else results
 
-    return jax.tree.map(cast, tree)
+    return typed
+
+
+def assume_invarying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """``x``, of which JAX assumes from here on that it has the same bits along these mesh axes."""
+    axes = _varying([x]) & set(names)
+    return _assume_invarying_p.bind(x, axes=axes) if axes else x
+
+
+def _less_varying(x, *, axes: frozenset[str]):
+    kind = x.manual_axis_type
+    return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
+
+
+# JAX has no operation for this: results of permutations count as varying for ever.
+_assume_invarying_p = Primitive("assume_invarying")
+_assume_invarying_p.def_abstract_eval(_less_varying)
+_assume_invarying_p.def_impl(lambda x, **_: x)
+batching.defvectorized(_assume_invarying_p)
+mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 
 def _varying(like) -> frozenset[str]:

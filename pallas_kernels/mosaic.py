@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import reference
-from pallas_kernels._compat import as_varying
+from pallas_kernels._compat import typed_by_operands
 from pallas_kernels.backend import WARP
 from pallas_kernels.format import DEALT, QUAD, TILE_ROWS, WireFormat, unpack_tiles
 from pallas_kernels.kernels import Launch, rows_of
@@ -607,7 +607,7 @@ def _statistics(x, super_group_size: int):
         grid_names=("dynamiq_part",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )
-    return as_varying(run(rows), rows)
+    return typed_by_operands(run)(rows)
 
 
 @dataclass(frozen=True)
@@ -641,11 +641,13 @@ class Mosaic:
             grid_names=("dynamiq_chunk", "dynamiq_part"),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )
-        if not into:
-            return as_varying(run(*operands), *operands)
-        result = jax.new_ref(operands[launch.replaces])
-        run(*(operands[i] for i in given), result)
-        return as_varying(result[...], *operands)
+
+        def replacing(*operands):
+            result = jax.new_ref(operands[launch.replaces])
+            run(*(operands[i] for i in given), result)
+            return result[...]
+
+        return typed_by_operands(replacing if into else run)(*operands)
 
     def statistics(self, x, super_group_size):
         """See `pallas_kernels.statistics`."""

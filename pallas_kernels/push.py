@@ -27,7 +27,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_kernels import mosaic
-from pallas_kernels._compat import as_varying
+from pallas_kernels._compat import typed_by_operands
 from pallas_kernels.backend import check_push
 from pallas_kernels.format import TILE_ROWS, Input, Result, Rounding, Source, WireFormat
 from pallas_kernels.hashing import NOISE_WORDS, noise_columns
@@ -163,7 +163,7 @@ def _alone(kernel, **options):
             "reduction outside of jax.vmap, or pass transport='permutes' or 'collectives'"
         )
 
-    return lambda *operands: as_varying(call(*operands), *operands)
+    return typed_by_operands(call)
 
 
 def _words(x, rows: int):

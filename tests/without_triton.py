@@ -155,11 +155,16 @@ def lowered() -> dict[str, Any]:
     def summed(x, compression=compression):
         return dq.psum(x[0], "data", compression=over(route, compression))
 
+    def by_permutes(x):
+        route = dq.Direct(transport="permutes")
+        return dq.psum(x[0], "data", compression=over(route, compression))
+
     def there_and_back(x):
         return dq.all_gather(dq.psum_scatter(x[0], "data", **options), "data", **options)[None]
 
     programs = {
         "psum": (summed, data, P(), (x,)),
+        "psum by permutes": (by_permutes, data, P(), (x,)),
         "psum_scatter": (lambda x: dq.psum_scatter(x[0], "data", **options), data, data, (x,)),
         "all_gather": (lambda x: dq.all_gather(x[0], "data", **options), data, data, (x,)),
         "scattered, gathered": (there_and_back, data, data, (x,)),
