@@ -3,18 +3,21 @@
 Files go to the training or the validation set *by file* (a stable hash of the relative name), so
 that no validation text was seen in training. With ``vocab_size == 256`` every byte is a token. With
 more, text is cut into pieces (word, number, punctuation, white space); the most frequent pieces of
-the training set get ids from 256 on, every other piece is spelled in bytes. Lossless, built in
-seconds, and, as with any large vocabulary, most rows of the embedding's gradient are zero in most
-steps.
+the training set get ids from 256 on, every other piece is spelled in bytes. Lossless, and, as with
+any large vocabulary, most rows of the embedding's gradient are zero in most steps. It takes seconds
+to build, so a file in the user's cache keeps it for the next start.
 
 Byte 0 ends a file. Everything here is NumPy and deterministic: a batch depends on (seed, step)
 alone, so runs that compare methods see the same tokens in the same order.
 """
 
+import contextlib
 import functools
 import hashlib
+import os
 import re
 import sysconfig
+import zipfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -26,6 +29,8 @@ import numpy as np
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 VALIDATION_PERCENT = 10
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dynamiq_jax"
+"""Where tokens are kept."""
 PIECE = re.compile(rb" ?[A-Za-z]+| ?[^A-Za-z0-9\s]+|[0-9]|\s+")
 
 
@@ -61,8 +66,43 @@ def load_corpus(
         raise ValueError(f"{where} has no sources (*.py) to train on")
     train = b"".join(text for name, text in files if not _is_validation(name))
     validation = b"".join(text for name, text in files if _is_validation(name))
+    if vocab_size == 256:
+        return Corpus(encode(train, {}), encode(validation, {}), vocab_size)
+    text = f"{vocab_size} {PIECE.pattern} {len(train)} ".encode() + train + validation
+    file = CACHE / f"tokens-{hashlib.blake2b(text, digest_size=16).hexdigest()}.npz"
+    return _kept(file, vocab_size) or _keep(file, _tokenised(train, validation, vocab_size))
+
+
+def _tokenised(train: bytes, validation: bytes, vocab_size: int) -> Corpus:
     vocabulary = _frequent_pieces(train, vocab_size - 256)
     return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size, vocabulary)
+
+
+def _keep(file: Path, corpus: Corpus) -> Corpus:
+    """Writes a corpus, of which a process that is killed leaves no half file."""
+    pieces = [*corpus.vocabulary]  # in the order of their ids
+    kept = {
+        "train": corpus.train, "validation": corpus.validation,
+        "pieces": np.frombuffer(b"".join(pieces), np.uint8), "ends": np.cumsum([*map(len, pieces)]),
+    }  # fmt: skip
+    half = file.with_suffix(f".{os.getpid()}.npz")
+    with contextlib.suppress(OSError):  # the next start builds it again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(half, **kept)
+        half.replace(file)
+    return corpus
+
+
+def _kept(file: Path, vocab_size: int) -> Corpus | None:
+    """The corpus of a file; `None` without one that can be read."""
+    try:
+        with file.open("rb") as opened, np.load(opened) as kept:
+            text, ends = kept["pieces"].tobytes(), kept["ends"].tolist()
+            pieces = map(slice, [0, *ends], ends)
+            vocabulary = {text[own]: 256 + rank for rank, own in enumerate(pieces)}
+            return Corpus(kept["train"], kept["validation"], vocab_size, vocabulary)
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
 
 
 def _read_files(root: Path, max_bytes: int) -> list[tuple[str, bytes]]:

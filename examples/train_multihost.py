@@ -317,7 +317,13 @@ def train(
     log: Callable[[str], None] = lambda line: None,
 ) -> Outcome:
     """Trains to the recipe's last step, from the newest checkpoint or copy if there is one."""
-    training, copies = make_training(run), Copies()
+    training = make_training(run)
+    sharding = NamedSharding(run.mesh, P(AXES))
+    shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
+    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+    program = run.model, run.recipe, run.method  # a restart loads it, if it depends on no more
+    step = load_or_compile(training.step, training.shapes, tokens, key=program)
+    copies = Copies()
     newest = (checkpoints.latest_step() or 0) if checkpoints else 0
     if copied := restore_copy(copies, training, run.seed, newest):
         (state, losses), where = copied, ", from the memory of hosts"
@@ -330,11 +336,6 @@ def train(
     # Workers that were told different things would average garbage in silence.
     run.method.check_agreement(state.params, run.mesh, AXES, key=state.key)
     report("restored")
-    sharding = NamedSharding(run.mesh, P(AXES))
-    shape = run.recipe.batch_size * run.mesh.size, run.model.seq_len + 1
-    tokens = jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
-    program = run.model, run.recipe, run.method  # a restart loads it, if it depends on no more
-    step = load_or_compile(training.step, state, tokens, key=program)
     rows = own_rows(sharding, shape[0])
     reading, times, preempted = [], [], False
     while len(losses) < run.recipe.steps and not preempted:

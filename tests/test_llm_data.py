@@ -21,6 +21,14 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Another cache than the user's."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setattr(llm_data, "CACHE", folder)
+    return folder
+
+
 def spelled(tokens, corpus):
     """The pieces of ids."""
     pieces = {number: piece for piece, number in corpus.vocabulary.items()}
@@ -59,3 +67,31 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         llm_data.load_corpus(255)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path} has no sources")):
         llm_data.load_corpus(folder=tmp_path)
+
+
+def test_a_start_reads_the_tokens_that_another_one_has_built(folder, cache, monkeypatch):
+    load = lambda size=270: llm_data.load_corpus.__wrapped__(size, folder=folder)
+    built = load()
+    with monkeypatch.context() as patch:
+        patch.setattr(llm_data, "_frequent_pieces", lambda *_: 1 / 0)
+        read = load()
+    np.testing.assert_array_equal(read.train, built.train)
+    np.testing.assert_array_equal(read.validation, built.validation)
+    assert [*read.vocabulary.items()] == [*built.vocabulary.items()]
+    assert load(271).vocabulary.keys() > built.vocabulary.keys()
+    (folder / "m0.py").write_text("other = 'text'")
+    assert not np.array_equal(load().train[:9], built.train[:9])
+    assert len([*cache.iterdir()]) == 3
+
+
+def test_tokens_that_cannot_be_kept_or_read_are_built(folder, cache):
+    load = lambda: llm_data.load_corpus.__wrapped__(270, folder=folder)
+    built = load()
+    (file,) = cache.iterdir()
+    for broken in (file.read_bytes()[:1000], b"no file of NumPy's"):
+        file.write_bytes(broken)
+        np.testing.assert_array_equal(load().train, built.train)
+    file.unlink()
+    cache.rmdir()
+    cache.write_text("no folder")
+    np.testing.assert_array_equal(load().train, built.train)

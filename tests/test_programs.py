@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import types
 
 import jax
@@ -184,6 +185,39 @@ def test_a_broken_file_is_named_and_the_step_compiled(folder):
     assert step.count == 1
     load_or_compile(step, *arguments(), key=0)
     assert step.count == 1
+
+
+def test_a_program_that_cannot_be_loaded_is_compiled_by_the_first_call(folder, monkeypatch):
+    """Loading goes on beside other work, so that its end is known only then."""
+    load_or_compile(step_of(), *arguments(), key=0)
+    step, given = step_of(), arguments()
+    monkeypatch.setattr(programs, "_load", lambda *_: 1 / 0)
+    loaded = load_or_compile(step, *given, key=0)
+    assert step.count == 0
+    with pytest.warns(UserWarning, match="ZeroDivisionError: .*; the step is compiled instead"):
+        found = results(loaded, given)
+    assert step.count == 1
+    assert_same_bits(results(loaded, arguments()), found)
+
+
+def test_if_another_process_cannot_load_all_compile(folder, monkeypatch):
+    load_or_compile(step_of(), *arguments(), key=0)
+    loaded = load_or_compile(step := step_of(), *arguments(), key=0)
+    monkeypatch.setattr(programs, "rows_of_all", lambda row: np.stack([row, np.array(False)]))
+    results(loaded, arguments())
+    assert step.count == 1
+
+
+def test_a_step_is_loaded_while_the_process_goes_on(folder, monkeypatch):
+    """Its attributes are those of the program, too."""
+    load_or_compile(step_of(), *arguments(), key=0)
+    goes_on, load = threading.Event(), programs._load
+    monkeypatch.setattr(programs, "_load", lambda *args: goes_on.wait(60) and load(*args))
+    loaded = load_or_compile(step := step_of(), *arguments(), key=0)
+    assert not hasattr(loaded, "__jax_array__")
+    goes_on.set()
+    assert "HloModule" in loaded.as_text()
+    assert step.count == 0
 
 
 def test_what_cannot_be_kept_is_said(folder):

@@ -106,19 +106,31 @@ def test_a_process_that_waits_takes_the_next_start(tmp_path):
         waiting = lambda: re.findall(r"imported by (\d+)", hosts.said(0))
         hosts.start(0)
         for start in (2, 3):
-            hosts.until(lambda start=start: len(waiting()) == start - 1, 30)
+            hosts.until(lambda start=start: len(waiting()) == start, 30)
             hosts.until(lambda: hosts.reached(0) > 0)
             hosts.order(0, "raise")
             again = rf"start {start} with 1 hosts.*\nrank 0 of 1 from [1-9]"
             hosts.until_said(rf"ZeroDivisionError(.|\n)*{again}", 0)
             # The process goes on as what it was: the supervisor's child.
-            stat = Path(f"/proc/{waiting()[start - 2]}/stat").read_text()
+            stat = Path(f"/proc/{waiting()[start - 1]}/stat").read_text()
             assert stat.split()[3] == str(hosts.processes[0].pid)
-        hosts.until(lambda: len(waiting()) == 3, 30)
+        hosts.until(lambda: len(waiting()) == 4, 30)
         assert f"imported by {waiting()[-1]} for 100000 0.05" in hosts.said(0)
         hosts.processes[0].terminate()
         assert hosts.statuses(0) == [143]
         assert not any(Path(f"/proc/{pid}").exists() for pid in waiting())
+
+
+def test_a_process_gets_ready_while_its_host_waits_for_others(tmp_path):
+    """As on a host that was away, and comes back."""
+    (tmp_path / "slow.py").write_text("print('imported', flush=True)")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with Supervised(tmp_path, 2, "--ready", "slow", env=env) as hosts:
+        hosts.start(0)
+        hosts.until_said(r"\Aimported\n\Z", 0, seconds=30)
+        hosts.start(1)
+        hosts.until_said(r"start 1 with 2 hosts\n(imported\n)?rank \d of 2 from 0", seconds=30)
+        assert re.search(r"\Aimported\n.*start 1 with 2 hosts\nrank 0 of 2", hosts.said(0))
 
 
 def test_without_a_process_that_waits_another_starts(tmp_path):
@@ -129,6 +141,17 @@ def test_without_a_process_that_waits_another_starts(tmp_path):
         hosts.until(lambda: hosts.reached(0) > 0)
         hosts.order(0, "exit")
         hosts.until_said(r"start 2 with 1 hosts.*\nrank 0 of 1 from [1-9]", 0)
+
+
+@pytest.mark.release
+def test_a_script_starts_though_a_module_fails_that_it_has_waited_for(tmp_path):
+    (tmp_path / "late.py").write_text("import time; time.sleep(3); raise RuntimeError('late')")
+    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    with Supervised(tmp_path, 2, *ALONE, "--ready", "late", env=env) as hosts:
+        hosts.start(0)
+        hosts.until_said(
+            r"start 1 with (.|\n)*RuntimeError: late\nrank 0 of 1 from 0", 0, seconds=30
+        )
 
 
 @pytest.mark.release

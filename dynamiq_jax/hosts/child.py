@@ -41,11 +41,16 @@ except OSError as error:
 """Runs a command that the kernel kills with its supervisor."""
 
 IMPORTS_AND_WAITS = """
-import gc, importlib, json, os, runpy, sys
+import gc, importlib, json, os, runpy, select, sys
 modules, path, kind, *sys.argv = sys.argv[1:]
 sys.path[0] = path
-for name in modules.split(","):
-    importlib.import_module(name)
+try:
+    for name in modules.split(","):
+        importlib.import_module(name)
+except Exception:
+    if not select.select([0], [], [], 0)[0]:
+        raise
+    sys.excepthook(*sys.exc_info())  # the script may do without: its start has come
 gc.collect()
 gc.freeze()  # while JAX traces, the collector need not walk what modules hold
 if not (line := sys.stdin.readline()):

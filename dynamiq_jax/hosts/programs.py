@@ -5,6 +5,7 @@ lowered program. Files of this module are found without: by shapes, versions and
 caller's, and they count only while all source files are as they were.
 """
 
+import concurrent.futures
 import contextlib
 import hashlib
 import os
@@ -42,6 +43,9 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
         step = load_or_compile(step, state, batch, key=(config, learning_rate))
         state, loss = step(state, batch)
 
+    A loaded step is read while the process does other things, and its first call waits: call this
+    before the state is restored, with shapes in the place of arrays.
+
     Programs are kept in the folder ``jax_compilation_cache_dir``, which `dynamiq-jax run` sets. It
     must be as trustworthy as the script, since what is loaded from it runs. They are loaded if
     every process has one that was compiled for the same ``args``, ``key``, devices, versions and
@@ -70,7 +74,7 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     common = _digest(_facts_of_all(step, args, key))
     own = _digest([common, *_own_facts()]).hex()
     file = Path(folder) / f"dynamiq_jax-{own}-{jax.process_index()}.program"
-    found = _loaded(file, args)
+    found = _kept(file)
     told = np.append(np.frombuffer(common, np.uint32), np.uint32(found is not None))
     everywhere = rows_of_all(told)
     if (everywhere[:, :-1] != told[:-1]).any():
@@ -78,12 +82,58 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
              "compiles the step: give all of them the same")  # fmt: skip
     # Tracing may ask all processes, so none of them loads what another one traces.
     if found is not None and (everywhere == told).all():
-        return found
+        return _Loaded(found, file, args, lambda: _compiled(step, lower, args, file))
+    return _compiled(step, lower, args, file)
+
+
+class _Loaded:
+    """A program that a thread loads; whatever is asked of it waits.
+
+    Args:
+      found: what `_kept` has returned.
+      file: where that was.
+      args: the arguments for which it was compiled.
+      compiled: compiles the step, if the program cannot be loaded in some process.
+    """
+
+    def __init__(
+        self, found: Any, file: Path, args: Any, compiled: Callable[[], Callable[..., Any]]
+    ) -> None:
+        threads = concurrent.futures.ThreadPoolExecutor(1)
+        self._loading = threads.submit(_load, found, args)
+        threads.shutdown(wait=False)
+        self._file, self._compiled = file, compiled
+        self._program: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        return self._resolved()(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # JAX asks all that it gets for some
+            raise AttributeError(name)
+        return getattr(self._resolved(), name)
+
+    def _resolved(self) -> Callable[..., Any]:
+        if self._program is None:
+            if error := self._loading.exception():
+                _tell(self._file, error, "the step is compiled instead")
+            everywhere = rows_of_all(np.array(error is None)).all()
+            self._program = self._loading.result() if everywhere else self._compiled()
+            del self._compiled  # and the arguments with it
+        return self._program
+
+
+def _compiled(step: Any, lower: Any, args: Any, file: Path) -> Callable[..., Any]:
+    """The step, compiled for all processes and kept."""
     with _empty_cache():
         step.clear_cache()
         compiled = lower(*args).compile()
     _keep(file, compiled)
     return compiled
+
+
+def _tell(file: Path, error: BaseException, then: str) -> None:
+    warn(f"{file}: {type(error).__name__}: {error}; {then}")
 
 
 @contextlib.contextmanager
@@ -167,24 +217,26 @@ def _source(file: str) -> Source:
     return stat.st_mtime_ns, stat.st_size
 
 
-def _loaded(file: Path, args: Any) -> Any:
-    """The program of a file; `None` if there is none that counts."""
+def _kept(file: Path) -> Any:
+    """The serialized program of a file, with its trees; `None` if there is none that counts."""
     try:
         with file.open("rb") as opened:
             sources = pickle.load(opened)
             if any(_source(name) != source for name, source in sources.items()):
                 return None
-            serialized, in_tree, out_tree = pickle.load(opened)
-        shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
-        devices = next(filter(None, map(_devices, shardings)), None)
-        return serialize_executable.deserialize_and_load(
-            serialized, in_tree, out_tree, execution_devices=devices
-        )
+            return pickle.load(opened)
     except OSError:  # no such program, or no such module any more
         return None
     except Exception as error:  # whatever is wrong with it, the step can be compiled
-        warn(f"{file}: {type(error).__name__}: {error}; the step is compiled instead")
+        _tell(file, error, "the step is compiled instead")
         return None
+
+
+def _load(found: Any, args: Any) -> Callable[..., Any]:
+    """The program that was serialized, on the devices of the arguments."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(args)]
+    devices = next(filter(None, map(_devices, shardings)), None)
+    return serialize_executable.deserialize_and_load(*found, execution_devices=devices)
 
 
 def _keep(file: Path, compiled: Any) -> None:
@@ -197,4 +249,4 @@ def _keep(file: Path, compiled: Any) -> None:
         half.write_bytes(data)
         half.replace(file)
     except Exception as error:  # JAX's backends refuse in ways of their own
-        warn(f"{file}: {type(error).__name__}: {error}; the next start compiles the step again")
+        _tell(file, error, "the next start compiles the step again")

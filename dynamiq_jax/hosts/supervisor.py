@@ -231,10 +231,14 @@ class Supervisor:
         elif self._notice and not self.child:
             self._over(TERMINATED, f"told to end ({self._notice})", Phase.LEAVING)
         elif self.beat.phase is Phase.RUNNING:
+            self._watch_spare()
             self._watch()
         elif self.beat.phase is Phase.DONE and self._all_done():
             self._over(0, "")
-        elif self.beat.phase in (Phase.READY, Phase.DONE):
+        elif self.beat.phase is Phase.READY:
+            self._watch_spare()
+            self._prepare()
+        elif self.beat.phase is Phase.DONE:
             self._prepare()
 
     def _all_done(self) -> bool:
@@ -317,14 +321,18 @@ class Supervisor:
         return Child(command, self._env | env, _forward, slots=self._slots)
 
     def _watch_spare(self) -> None:
-        """Lets a process get ready, once the first step is over; says so if it ends."""
+        """Lets a process get ready for the next start, and says so if it ends.
+
+        It does so while this host waits for others, and once the first step is over, which
+        compiles and needs the cores.
+        """
         if self.spare and (end := self.spare.ended()):
             self.spare.close()
             self.spare, self._spares = None, False
             self.say(f"the process that waits for the next start {end.text}; starts take longer")
         elif self.spare:
             self.spare.pump()
-        elif self._spares and self._steps > 1:  # the first step compiles, and needs the cores
+        elif self._spares and (self.child is None or self._steps > 1):
             command = list(self.settings.command)
             ready = self.settings.ready
             self.spare = Child(command, self._env, _forward, ready=ready, slots=self._slots)
@@ -333,7 +341,6 @@ class Supervisor:
         """While the process runs: ends it when the generation has failed or a host has come."""
         assert self.child
         self._read_progress()
-        self._watch_spare()
         if end := self.child.ended():
             return self._child_ended(end)
         if cause := self._cause():
