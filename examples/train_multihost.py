@@ -311,7 +311,7 @@ def train(
     run: Run,
     corpus: Corpus,
     *,
-    checkpoints: ocp.CheckpointManager | None = None,
+    checkpoint_dir: Path | None = None,
     checkpoint_every: int = 50,
     copy_every: int = 1,
     log: Callable[[str], None] = lambda line: None,
@@ -324,6 +324,7 @@ def train(
     program = run.model, run.recipe, run.method  # a restart loads it, if it depends on no more
     step = load_or_compile(training.step, training.shapes, tokens, key=program)
     copies = Copies()
+    checkpoints = open_checkpoints(checkpoint_dir) if checkpoint_dir else None
     newest = (checkpoints.latest_step() or 0) if checkpoints else 0
     if copied := restore_copy(copies, training, run.seed, newest):
         (state, losses), where = copied, ", from the memory of hosts"
@@ -419,9 +420,8 @@ def main(
     for name, value in where.items():
         console.print(f"{name}: {value}")
 
-    checkpoints = open_checkpoints(checkpoint_dir) if checkpoint_dir else None
     outcome = train(
-        run, load_corpus(run.model.vocab_size), checkpoints=checkpoints,
+        run, load_corpus(run.model.vocab_size), checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every, copy_every=copy_every, log=console.print,
     )  # fmt: skip
     if jax.process_index() == 0:

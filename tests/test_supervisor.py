@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import goodput
 import pytest
 from cases import daily
-from supervised import Supervised
+from supervised import Supervised, free_ports
 from typer.testing import CliRunner
 
 from dynamiq_jax.commands import cli
@@ -141,6 +141,30 @@ def test_without_a_process_that_waits_another_starts(tmp_path):
         hosts.until(lambda: hosts.reached(0) > 0)
         hosts.order(0, "exit")
         hosts.until_said(r"start 2 with 1 hosts.*\nrank 0 of 1 from [1-9]", 0)
+
+
+@pytest.mark.parametrize(("own", "waits"), [(1, True), (0, False)])
+def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, waits):
+    """Whoever asks earlier waits for gRPC's next try, which comes after seconds."""
+    (tmp_path / "jax.py").write_text("")
+    said, (port,) = [], free_ports(1)
+    command = [sys.executable, "-c", "print('begun', flush=True)"]
+    env = {"PYTHONPATH": str(tmp_path)}
+    child = Child(command, env, said.append, ready=("jax",))
+    try:
+        child.begin(command, {"COORDINATOR": f"127.0.0.1:{port}", "HOST_ID": str(own)})
+        deadline = time.monotonic() + (1.5 if waits else 30)
+        while time.monotonic() < deadline and not said:
+            child.pump()
+            time.sleep(0.05)
+        assert said == ([] if waits else [b"begun\n"])
+        with socket.create_server(("127.0.0.1", port)):
+            while not child.ended():
+                time.sleep(0.05)
+        child.pump()
+        assert said == [b"begun\n"]
+    finally:
+        child.close()
 
 
 @pytest.mark.release

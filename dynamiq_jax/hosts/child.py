@@ -41,7 +41,7 @@ except OSError as error:
 """Runs a command that the kernel kills with its supervisor."""
 
 IMPORTS_AND_WAITS = """
-import gc, importlib, json, os, runpy, select, sys
+import contextlib, gc, importlib, json, os, runpy, select, socket, sys, time
 modules, path, kind, *sys.argv = sys.argv[1:]
 sys.path[0] = path
 try:
@@ -61,6 +61,13 @@ os.dup2(nothing, 0)
 os.close(nothing)
 os.environ.update(told["env"])
 sys.argv = told["argv"]
+# Whoever asks JAX's coordinator before it listens is not heard for seconds, as gRPC asks seldom.
+address, _, port = os.environ.get("COORDINATOR", "").rpartition(":")
+end = time.monotonic() + (10 if "jax" in sys.modules and os.environ["HOST_ID"] != "0" else 0)
+while time.monotonic() < end:
+    with contextlib.suppress(OSError), socket.create_connection((address.strip("[]"), port), 1):
+        break
+    time.sleep(0.05)
 if kind == "-c":
     code, sys.argv[0] = sys.argv[0], "-c"
     exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})

@@ -28,6 +28,8 @@ ROUND = 2**23
 """Bytes that a host sends to another at a time, and reads from its slot."""
 SMALLER = 2**16, 2**19, 2**21, 2**22
 """Sizes of rounds with less to send: a program is compiled for each size."""
+AT_ONCE = 3
+"""Rounds that travel at a time: one is put onto devices, one passed on, and one taken from them."""
 NOBODY = -2
 """The source of what no host that has it can send in a round."""
 ALL = -1
@@ -163,11 +165,11 @@ class Incoming:
             self._advance()
 
     def _advance(self) -> None:
-        """Begins a round, then waits for the one before: one travels while its bytes are read."""
+        """Begins a round, then waits for the oldest one if as many travel as may."""
         if self._next:
             self._travel.append((self._next, self._begun(self._next)))
             self._next = next(self._rounds, None)
-            if len(self._travel) == 1:
+            if self._next and len(self._travel) < AT_ONCE:
                 return
         parts, results = self._travel.popleft()
         rows = {target: _own(result, target == ALL) for target, result in results.items()}
