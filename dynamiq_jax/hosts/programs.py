@@ -7,6 +7,7 @@ caller's, and they count only while all source files are as they were.
 
 import concurrent.futures
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -75,15 +76,18 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     own = _digest([common, *_own_facts()]).hex()
     file = Path(folder) / f"dynamiq_jax-{own}-{jax.process_index()}.program"
     found = _kept(file)
-    told = np.append(np.frombuffer(common, np.uint32), np.uint32(found is not None))
+    # It begins before processes meet for the first time, which takes a part of a second.
+    compiled = functools.partial(_compiled, step, lower, args, file)
+    loaded = _Loaded(found, file, args, compiled) if found else None
+    told = np.append(np.frombuffer(common, np.uint32), np.uint32(loaded is not None))
     everywhere = rows_of_all(told)
     if (everywhere[:, :-1] != told[:-1]).any():
         warn("load_or_compile: processes differ in key, arguments or devices, so that every start "
              "compiles the step: give all of them the same")  # fmt: skip
     # Tracing may ask all processes, so none of them loads what another one traces.
-    if found is not None and (everywhere == told).all():
-        return _Loaded(found, file, args, lambda: _compiled(step, lower, args, file))
-    return _compiled(step, lower, args, file)
+    if loaded is not None and (everywhere == told).all():
+        return loaded
+    return compiled()
 
 
 class _Loaded:

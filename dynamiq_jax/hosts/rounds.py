@@ -163,6 +163,7 @@ class Incoming:
         """Sends what others still lack."""
         while self._next or self._travel:
             self._advance()
+        _nothing.cache_clear()
 
     def _advance(self) -> None:
         """Begins a round, then waits for the oldest one if as many travel as may."""
@@ -192,12 +193,14 @@ class Incoming:
                 (s, place) for s, place in _places(parts, self._hosts) if min(s.target, 0) == key
             ]
             longest = max(place + s.stop - s.start for s, place in placed)
-            row = np.empty(next((n for n in SMALLER if n >= longest), ROUND), np.uint8)
+            size = next((n for n in SMALLER if n >= longest), ROUND)
+            row = None
             for (source, _, block, start, stop), place in placed:
                 if source == self._me:
+                    row = np.empty(size, np.uint8) if row is None else row
                     self._read(block, start, row[place : place + stop - start])
             pairs = tuple(sorted({(s.source, s.target) for s, _ in placed})) if key != ALL else None
-            results[key] = _passed(row, pairs)
+            results[key] = _passed(row, size, pairs)
         return results
 
 
@@ -237,12 +240,19 @@ def _program(pairs: tuple[tuple[int, int], ...] | None) -> Callable[[Array], Arr
     return jax.jit(jax.shard_map(passed, mesh=_mesh(), **options))
 
 
-def _passed(row: np.ndarray, pairs: tuple[tuple[int, int], ...] | None) -> Array:
-    """The result of a program that has begun to pass on this process's row, uint8[n]."""
+@functools.lru_cache(maxsize=len(SMALLER) + 1)
+def _nothing(size: int) -> Array:
+    """The row of a process that sends nothing, uint8[1, n], on its device."""
+    return jax.device_put(np.zeros((1, size), np.uint8), _mesh().devices[jax.process_index()])
+
+
+def _passed(row: np.ndarray | None, size: int, pairs: tuple[tuple[int, int], ...] | None) -> Array:
+    """The result of a program that has begun to pass on this process's row, uint8[n], if any."""
     mesh = _mesh()
-    hosts = mesh.devices.tolist()
-    own = jax.device_put(row[None], hosts[jax.process_index()])
-    shape, sharding = (len(hosts), row.size), NamedSharding(mesh, P("hosts"))
+    own = _nothing(size)
+    if row is not None:
+        own = jax.device_put(row[None], mesh.devices[jax.process_index()])
+    shape, sharding = (mesh.size, size), NamedSharding(mesh, P("hosts"))
     with jax.set_mesh(mesh):
         placed = jax.make_array_from_single_device_arrays(shape, sharding, [own])
         return _program(pairs)(placed)
