@@ -81,29 +81,21 @@ def typed_by_operands(call: Callable[..., Any]) -> Callable[..., Any]:
 
     def typed(*operands):
         axes = tuple(sorted(_varying(operands)))
-        results = call(*(assume_invarying(x, axes) for x in operands))
+        results = call(*(_typed_as_equal_p.bind(x) if _varying([x]) else x for x in operands))
         return jax.lax.pcast(results, axes, to="varying") if axes else results
 
     return typed
 
 
-def assume_invarying(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """``x``, of which JAX assumes from here on that it has the same bits along these mesh axes."""
-    axes = _varying([x]) & set(names)
-    return _assume_invarying_p.bind(x, axes=axes) if axes else x
+def _equal(x):
+    return x.update(manual_axis_type=x.manual_axis_type.update(varying=frozenset()))
 
 
-def _less_varying(x, *, axes: frozenset[str]):
-    kind = x.manual_axis_type
-    return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
-
-
-# JAX has no operation for this: results of permutations count as varying for ever.
-_assume_invarying_p = Primitive("assume_invarying")
-_assume_invarying_p.def_abstract_eval(_less_varying)
-_assume_invarying_p.def_impl(lambda x, **_: x)
-batching.defvectorized(_assume_invarying_p)
-mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
+_typed_as_equal_p = Primitive("typed_as_equal")
+_typed_as_equal_p.def_abstract_eval(_equal)
+_typed_as_equal_p.def_impl(lambda x: x)
+batching.defvectorized(_typed_as_equal_p)
+mlir.register_lowering(_typed_as_equal_p, lambda ctx, x: [x])
 
 
 def _varying(like) -> frozenset[str]:

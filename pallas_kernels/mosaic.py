@@ -633,21 +633,24 @@ class Mosaic:
 
         kernel.__name__ = f"dynamiq_{launch.name}"
         struct = jax.ShapeDtypeStruct(launch.shape, launch.dtype)
-        into = launch.replaces is not None
+        place = launch.replaces
         run = plgpu.kernel(
             kernel,
-            out_type=() if into else struct,
+            out_type=struct if place is None else (),
             grid=(launch.chunks, self.programs(launch)),
             grid_names=("dynamiq_chunk", "dynamiq_part"),
             compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         )
 
+        if place is None:
+            return typed_by_operands(run)(*operands)
+
         def replacing(*operands):
-            result = jax.new_ref(operands[launch.replaces])
+            result = jax.new_ref(operands[place])
             run(*(operands[i] for i in given), result)
             return result[...]
 
-        return typed_by_operands(replacing if into else run)(*operands)
+        return typed_by_operands(replacing)(*operands)
 
     def statistics(self, x, super_group_size):
         """See `pallas_kernels.statistics`."""

@@ -22,11 +22,9 @@ from jax import Array, lax
 from jax.experimental.compute_on import compute_on
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive
-from jax.interpreters import partial_eval
+from jax.interpreters import batching, mlir, partial_eval
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from pallas_kernels import _compat
 
 KNOWN_VERSIONS = "0.10.2 to 0.12"
 """The versions of JAX whose private parts this file knows."""
@@ -231,8 +229,22 @@ trace_number = jax.make_user_context(0)
 
 def assume_invarying(x: Array, names: tuple[str, ...]) -> Array:
     """``x``, which has the same bits on all workers; JAX counts it as replicated from here on."""
+    axes = varying_axes(x) & set(names)
+    return _assume_invarying_p.bind(x, axes=axes) if axes else x
+
+
+def _less_varying(x, *, axes: frozenset[str]):
     with private("the type of arrays under jax.shard_map (manual_axis_type)"):
-        return _compat.assume_invarying(x, names)
+        kind = x.manual_axis_type
+        return x.update(manual_axis_type=kind.update(varying=kind.varying - axes))
+
+
+# JAX has no operation for this: results of permutations count as varying for ever.
+_assume_invarying_p = Primitive("assume_invarying")
+_assume_invarying_p.def_abstract_eval(_less_varying)
+_assume_invarying_p.def_impl(lambda x, **_: x)
+batching.defvectorized(_assume_invarying_p)
+mlir.register_lowering(_assume_invarying_p, lambda ctx, x, **_: [x])
 
 
 _inline = getattr(getattr(jax, "Inline", None), "JAX_EARLY", True)  # before JAX had it: True

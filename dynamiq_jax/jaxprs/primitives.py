@@ -28,7 +28,7 @@ OWN_DERIVATIVE = ("custom_vjp", MAP, "pure_callback", "io_callback")
 CASTS = frozenset("pcast pvary".split())
 """Primitives that only make a type varying."""
 
-SAME = CASTS | frozenset("copy copy_p optimization_barrier assume_invarying".split())
+SAME = CASTS | frozenset("copy copy_p optimization_barrier assume_invarying typed_as_equal".split())
 """Primitives whose result number i has the value of operand number i."""
 
 VIEWS = frozenset("reshape slice squeeze".split())
