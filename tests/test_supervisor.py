@@ -168,14 +168,78 @@ def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, wa
 
 
 @pytest.mark.release
-def test_a_script_starts_though_a_module_fails_that_it_has_waited_for(tmp_path):
-    (tmp_path / "late.py").write_text("import time; time.sleep(3); raise RuntimeError('late')")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    with Supervised(tmp_path, 2, *ALONE, "--ready", "late", env=env) as hosts:
-        hosts.start(0)
-        hosts.until_said(
-            r"start 1 with (.|\n)*RuntimeError: late\nrank 0 of 1 from 0", 0, seconds=30
-        )
+def test_a_waiting_process_asks_for_the_coordinator_no_longer_than_ten_seconds(tmp_path):
+    """Servers of names may take longer, and names may be none."""
+    slow = "import socket, time; socket.getaddrinfo = lambda *_: time.sleep(100)"
+    for module, name, most in ((slow, "host.test", 14), ("", f"{'x' * 64}.test", 14)):
+        (tmp_path / "jax.py").write_text(module)
+        said, begun = [], time.monotonic()
+        command = [sys.executable, "-c", "print('begun', flush=True)"]
+        child = Child(command, {"PYTHONPATH": str(tmp_path)}, said.append, ready=("jax",))
+        try:
+            child.begin(command, {"COORDINATOR": f"{name}:29500", "HOST_ID": "1"})
+            while not child.ended():
+                time.sleep(0.05)
+            assert said == [b"begun\n"]
+            assert 9 < time.monotonic() - begun < most
+        finally:
+            child.close()
+
+
+ENDING = {
+    "raises": "raise RuntimeError('late')",
+    "exits": "import sys; sys.exit()",  # as a script that nobody has meant to be imported
+    "ends": "import os; os._exit(0)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "raise KeyboardInterrupt",
+}
+"""{name: what a module does that a waiting process imports}"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("name", daily(ENDING, ["exits"]))
+def test_a_script_starts_though_the_process_ends_that_was_to_run_it(
+    tmp_path, name, told, monkeypatch, capfdbinary
+):
+    """It is no end of the run's. The process may end before it is told to begin, or later."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "ends.py").write_text(ENDING[name])
+    command = [sys.executable, "-S", "-c", "print('begun')"]
+    own = supervisor("127.0.0.1:29610", command=command, ready=("ends",))
+    own.spare = Child(command, {}, lambda line: None, ready=("ends",))
+    while not told and own.spare._process.poll() is None:
+        time.sleep(0.01)
+    own._start(1, (0,))
+    try:
+        while own.beat.phase is Phase.RUNNING:
+            own._watch()
+            time.sleep(0.01)
+    finally:
+        for child in filter(None, (own.child, own.spare)):
+            child.close()
+    assert (own.beat.phase, own.beat.cause, own._failures) == (Phase.DONE, "", 0)
+    assert not own._spares
+    said = capfdbinary.readouterr()[0]
+    assert b"the process that waits for the next start" in said
+    assert said.endswith(b"begun\n")
+
+
+def test_a_script_begins_in_a_waiting_process_as_python_begins_it(tmp_path):
+    """Its classes are found by name, no module takes its start, and its options count."""
+    (tmp_path / "reads.py").write_text("import sys; print(sys.stdin.read())")
+    code = "import pickle, sys\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)), sys.path[0])"
+    command = [sys.executable, "-P", "-S", "-c", code]
+    said = []
+    child = Child(command, {"PYTHONPATH": str(tmp_path)}, said.append, ready=("reads",))
+    try:
+        assert child.waits
+        child.begin(command, {"HOST_ID": "0"})
+        while not child.ended():
+            time.sleep(0.01)
+        assert not child.waits
+    finally:
+        child.close()
+    assert b"".join(said).decode().split("\n") == ["", f"<class '__main__.A'> {tmp_path}", ""]
 
 
 @pytest.mark.release
