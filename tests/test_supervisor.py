@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from dynamiq_jax.commands import cli
 from dynamiq_jax.core.interrupts import of_command
-from dynamiq_jax.hosts.addresses import Book, parse_hosts
+from dynamiq_jax.hosts.addresses import Address, Book, parse_hosts
 from dynamiq_jax.hosts.beats import Beat, Phase, connected, decode
 from dynamiq_jax.hosts.child import Child
 from dynamiq_jax.hosts.supervisor import Settings, Supervisor
@@ -143,8 +143,15 @@ def test_without_a_process_that_waits_another_starts(tmp_path):
         hosts.until_said(r"start 2 with 1 hosts.*\nrank 0 of 1 from [1-9]", 0)
 
 
-@pytest.mark.parametrize(("own", "waits"), [(1, True), (0, False)])
-def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, waits):
+@pytest.mark.parametrize(
+    ("own", "address", "waits"),
+    [
+        (1, "127.0.0.1", True),
+        (0, "127.0.0.1", False),
+        pytest.param(1, "::1", True, marks=pytest.mark.release),
+    ],
+)
+def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, address, waits):
     """Whoever asks earlier waits for gRPC's next try, which comes after seconds."""
     (tmp_path / "jax.py").write_text("")
     said, (port,) = [], free_ports(1)
@@ -152,13 +159,15 @@ def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, wa
     env = {"PYTHONPATH": str(tmp_path)}
     child = Child(command, env, said.append, ready=("jax",))
     try:
-        child.begin(command, {"COORDINATOR": f"127.0.0.1:{port}", "HOST_ID": str(own)})
+        coordinator = Address(address, 0).at(port)
+        child.begin(command, {"COORDINATOR": coordinator, "HOST_ID": str(own)})
         deadline = time.monotonic() + (1.5 if waits else 30)
         while time.monotonic() < deadline and not said:
             child.pump()
             time.sleep(0.05)
         assert said == ([] if waits else [b"begun\n"])
-        with socket.create_server(("127.0.0.1", port)):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, port), family=family):
             while not child.ended():
                 time.sleep(0.05)
         child.pump()
@@ -356,6 +365,16 @@ def test_addresses_follow_a_file_and_servers_of_names(tmp_path, monkeypatch):
     file.write_text("127.0.0.1:2000\n127.0.0.9:2009\n")
     book.look_up()
     assert book.numbers[1] == ("127.0.0.9", 2009) and book.hosts[1].name == "127.0.0.9"
+
+
+@pytest.mark.parametrize("text", ["[::1]:29610,[::1]:29640", "::1:29610,::1:29640"])
+def test_numbers_of_ipv6_have_brackets_where_jax_reads_them(text):
+    """Without them it looks for no port; with them nobody found the other supervisors."""
+    own = supervisor(text)
+    assert own.book.numbers == [("::1", 29610), ("::1", 29640)]
+    own._start(1, (1, 0))
+    own.child.close()
+    assert own._told[1]["COORDINATOR"] == "[::1]:29642"
 
 
 @pytest.mark.release

@@ -290,7 +290,7 @@ class Supervisor:
         """Starts this host's process as one of a generation."""
         first = self.book.hosts[members[0]]
         values = {
-            "coordinator": f"{first.name}:{first.port + 1 + generation % PORTS}",
+            "coordinator": first.at(first.port + 1 + generation % PORTS),
             "processes": str(len(members)),
             "process_id": str(members.index(self.beat.host)),
         }
