@@ -116,7 +116,7 @@ class _Loaded(Compiled):
         return self._agreed()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What `Compiled` has, from the program. JAX asks all that it gets for other names."""
+        """Reads from the program what `Compiled` has. JAX asks all that it gets for other names."""
         if name.startswith("__") or "_program" not in vars(self):  # as in a copy, at first
             raise AttributeError(name)
         # One process alone may ask for it, so that it does not wait for others if it need not.
