@@ -17,7 +17,7 @@ import hashlib
 import os
 import re
 import sysconfig
-import zipfile
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -29,8 +29,6 @@ import numpy as np
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 VALIDATION_PERCENT = 10
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "dynamiq_jax"
-"""Where tokens are kept."""
 PIECE = re.compile(rb" ?[A-Za-z]+| ?[^A-Za-z0-9\s]+|[0-9]|\s+")
 
 
@@ -69,8 +67,26 @@ def load_corpus(
     if vocab_size == 256:
         return Corpus(encode(train, {}), encode(validation, {}), vocab_size)
     text = f"{vocab_size} {PIECE.pattern} {len(train)} ".encode() + train + validation
-    file = CACHE / f"tokens-{hashlib.blake2b(text, digest_size=16).hexdigest()}.npz"
-    return _kept(file, vocab_size) or _keep(file, _tokenised(train, validation, vocab_size))
+    name = f"tokens-{hashlib.blake2b(text, digest_size=16).hexdigest()}.npz"
+    file = (folder := cache_folder()) and folder / name
+    if file and (kept := _kept(file, vocab_size)):
+        return kept
+    corpus = _tokenised(train, validation, vocab_size)
+    if file:
+        with contextlib.suppress(OSError):  # the next start builds it again
+            _keep(file, corpus)
+    return corpus
+
+
+def cache_folder() -> Path | None:
+    """Where tokens are kept; `None` for a user without a home, as in some containers."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():  # its specification ignores relative paths
+        try:
+            caches = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return caches / "dynamiq_jax"
 
 
 def _tokenised(train: bytes, validation: bytes, vocab_size: int) -> Corpus:
@@ -78,19 +94,19 @@ def _tokenised(train: bytes, validation: bytes, vocab_size: int) -> Corpus:
     return Corpus(encode(train, vocabulary), encode(validation, vocabulary), vocab_size, vocabulary)
 
 
-def _keep(file: Path, corpus: Corpus) -> Corpus:
+def _keep(file: Path, corpus: Corpus) -> None:
     """Writes a corpus, of which a process that is killed leaves no half file."""
     pieces = [*corpus.vocabulary]  # in the order of their ids
     kept = {
         "train": corpus.train, "validation": corpus.validation,
         "pieces": np.frombuffer(b"".join(pieces), np.uint8), "ends": np.cumsum([*map(len, pieces)]),
     }  # fmt: skip
-    half = file.with_suffix(f".{os.getpid()}.npz")
-    with contextlib.suppress(OSError):  # the next start builds it again
-        file.parent.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # Hosts may share the folder, and containers' processes have equal numbers.
+    with tempfile.TemporaryDirectory(dir=file.parent, prefix="half-") as folder:
+        half = Path(folder) / file.name
         np.savez(half, **kept)
         half.replace(file)
-    return corpus
 
 
 def _kept(file: Path, vocab_size: int) -> Corpus | None:
@@ -101,7 +117,7 @@ def _kept(file: Path, vocab_size: int) -> Corpus | None:
             pieces = map(slice, [0, *ends], ends)
             vocabulary = {text[own]: 256 + rank for rank, own in enumerate(pieces)}
             return Corpus(kept["train"], kept["validation"], vocab_size, vocabulary)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except Exception:  # whatever is wrong with it, tokens can be built
         return None
 
 

@@ -1,7 +1,12 @@
 """The text that the examples train on: ids, and the pieces that they stand for."""
 
+import errno
+import io
+import os
 import re
+import threading
 from collections import Counter
+from pathlib import Path
 
 import llm_data
 import numpy as np
@@ -25,8 +30,8 @@ def folder(tmp_path):
 def cache(tmp_path_factory, monkeypatch):
     """Another cache than the user's."""
     folder = tmp_path_factory.mktemp("cache")
-    monkeypatch.setattr(llm_data, "CACHE", folder)
-    return folder
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder / "dynamiq_jax"
 
 
 def spelled(tokens, corpus):
@@ -88,10 +93,52 @@ def test_tokens_that_cannot_be_kept_or_read_are_built(folder, cache):
     load = lambda: llm_data.load_corpus.__wrapped__(270, folder=folder)
     built = load()
     (file,) = cache.iterdir()
-    for broken in (file.read_bytes()[:1000], b"no file of NumPy's"):
+    array = io.BytesIO()
+    np.save(array, built.train)
+    for broken in (file.read_bytes()[:1000], b"no file of NumPy's", b"", array.getvalue()):
         file.write_bytes(broken)
         np.testing.assert_array_equal(load().train, built.train)
     file.unlink()
     cache.rmdir()
     cache.write_text("no folder")
     np.testing.assert_array_equal(load().train, built.train)
+
+
+def test_two_hosts_that_share_a_cache_keep_whole_tokens(folder, cache, monkeypatch):
+    """Their processes may have equal numbers; one of them finds no room on the disk."""
+    load = lambda: llm_data.load_corpus.__wrapped__(270, folder=folder)
+    both, written, save = threading.Barrier(2, timeout=20), [], np.savez
+
+    def savez(file, **arrays):
+        written.append(file)
+        both.wait()
+        if threading.current_thread().name == "full":
+            Path(file).write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(file, **arrays)
+
+    monkeypatch.setattr(np, "savez", savez)
+    threads = [threading.Thread(target=load, name=name) for name in ("full", "other")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({*written}) == 2
+    (file,) = cache.iterdir()  # nobody left a half one
+    assert llm_data._kept(file, 270)
+
+
+@pytest.mark.parametrize("given", [None, "", "relative"])
+def test_a_user_without_a_home_builds_tokens(folder, given, monkeypatch):
+    def home():
+        raise RuntimeError("Could not determine home directory.")
+
+    if given is None:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.chdir(folder)
+    assert llm_data.cache_folder() is None
+    assert llm_data.load_corpus.__wrapped__(270, folder=folder).vocabulary
+    assert not [*folder.glob("*/")]

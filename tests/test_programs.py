@@ -1,15 +1,21 @@
 """Compiled programs that outlive a process: which ones are loaded, and what they compute."""
 
+import copy
+import gc
 import os
+import pickle
 import sys
 import threading
+import time
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from asserts import assert_same_bits
+from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -220,6 +226,48 @@ def test_a_step_is_loaded_while_the_process_goes_on(folder, monkeypatch):
     assert step.count == 0
 
 
+def test_a_loaded_program_is_one_of_jaxs(folder, monkeypatch):
+    """One process alone may ask for what it says, so that it asks no other one."""
+    load_or_compile(step_of(), *arguments(), key=0)
+    loaded = load_or_compile(step_of(), *arguments(), key=0)
+    monkeypatch.setattr(programs, "rows_of_all", lambda row: 1 / 0)
+    assert isinstance(loaded, jax.stages.Compiled)
+    assert loaded.args_info[0][1].shape == (8, 16)
+    assert loaded.memory_analysis() is not None
+    assert serialize_executable.serialize(copy.copy(loaded))
+    with pytest.raises(ZeroDivisionError):
+        loaded(*arguments())
+
+
+def test_threads_that_call_a_loaded_step_first_ask_all_processes_once(folder, monkeypatch):
+    load_or_compile(step_of(), *arguments(), key=0)
+    loaded = load_or_compile(step_of(), *arguments(), key=0)
+    asked, totals, given = [], [], [arguments() for _ in range(3)]
+    monkeypatch.setattr(programs, "rows_of_all", lambda row: asked.append(row) or row[None])
+    monkeypatch.setattr(programs.np, "array", lambda x: time.sleep(0.1) or np.asarray(x))
+    threads = [threading.Thread(target=lambda i=i: totals.append(loaded(*given[i])[1]))
+               for i in range(3)]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(asked) == 1
+    assert len({*map(float, totals)}) == len(totals) - 2 == 1
+
+
+def test_a_loaded_step_that_is_not_called_yet_keeps_no_arrays(folder):
+    """A training may restore into their memory before its first step."""
+    load_or_compile(step_of(), *arguments(), key=0)
+    given = arguments()
+    loaded = load_or_compile(step := step_of(), *given, key=0)
+    kept = weakref.ref(given[1])
+    del given
+    gc.collect()
+    assert kept() is None
+    results(loaded, arguments())
+    assert step.count == 0
+
+
 def test_what_cannot_be_kept_is_said(folder):
     folder.write_text("no folder")
     with pytest.warns(UserWarning, match="the next start compiles the step again"):
@@ -239,6 +287,7 @@ def test_without_a_folder_the_step_comes_back(monkeypatch):
 PROCESS = """
 import os, sys, warnings
 import jax, jax.numpy as jnp, numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 address, me, cache = sys.argv[1:]
 os.environ["NCCL_HOSTID"] = "host" + me  # processes differ in this, and in local_device_ids
@@ -253,7 +302,10 @@ def step(x):
     traced.append(0)
     return jnp.sum(jnp.sin(x))
 step = load_or_compile(step, x, key=0)
-print(len(traced), float(step(x)))
+if me == "0" and isinstance(step, load_or_compile.__globals__["_Loaded"]):
+    step.as_text()  # this process alone
+met, total = multihost_utils.process_allgather(np.float32(me)).tolist(), float(step(x))
+print(met, len(traced), total)
 """
 
 
@@ -268,13 +320,17 @@ def test_processes_load_all_or_none(tmp_path):
         address = coordinator()
         commands = [[sys.executable, "-c", PROCESS, address, str(i), str(caches[i])]
                     for i in range(2)]  # fmt: skip
-        said = [text.splitlines()[-1].split() for text, _ in outputs(commands, env)]
-        assert len({total for _, total in said}) == 1
-        return [int(count) for count, _ in said]
+        said = [text.splitlines()[-1].rsplit(maxsplit=2) for text, _ in outputs(commands, env)]
+        assert len({total for *_, total in said}) == 1
+        assert {met for met, *_ in said} == {"[0.0, 1.0]"}
+        return [int(count) for _, count, _ in said]
 
     assert run() == [1, 1]
     assert run() == [0, 0]
     (file,) = caches[1].glob("*.program")
-    file.unlink()
-    assert run() == [1, 1]
-    assert run() == [0, 0]
+    # It is one, so that both begin to load, and find out later.
+    broken = pickle.dumps({}) + pickle.dumps((b"no program", None, None))
+    for breaks in (file.unlink, lambda: file.write_bytes(b""), lambda: file.write_bytes(broken)):
+        breaks()
+        assert run() == [1, 1]
+        assert run() == [0, 0]

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from dynamiq_jax.commands import cli
 from dynamiq_jax.core.interrupts import of_command
-from dynamiq_jax.hosts.addresses import Book, parse_hosts
+from dynamiq_jax.hosts.addresses import Address, Book, parse_hosts
 from dynamiq_jax.hosts.beats import Beat, Phase, connected, decode
 from dynamiq_jax.hosts.child import Child
 from dynamiq_jax.hosts.supervisor import Settings, Supervisor
@@ -143,8 +143,15 @@ def test_without_a_process_that_waits_another_starts(tmp_path):
         hosts.until_said(r"start 2 with 1 hosts.*\nrank 0 of 1 from [1-9]", 0)
 
 
-@pytest.mark.parametrize(("own", "waits"), [(1, True), (0, False)])
-def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, waits):
+@pytest.mark.parametrize(
+    ("own", "address", "waits"),
+    [
+        (1, "127.0.0.1", True),
+        (0, "127.0.0.1", False),
+        pytest.param(1, "::1", True, marks=pytest.mark.release),
+    ],
+)
+def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, address, waits):
     """Whoever asks earlier waits for gRPC's next try, which comes after seconds."""
     (tmp_path / "jax.py").write_text("")
     said, (port,) = [], free_ports(1)
@@ -152,13 +159,15 @@ def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, wa
     env = {"PYTHONPATH": str(tmp_path)}
     child = Child(command, env, said.append, ready=("jax",))
     try:
-        child.begin(command, {"COORDINATOR": f"127.0.0.1:{port}", "HOST_ID": str(own)})
+        coordinator = Address(address, 0).at(port)
+        child.begin(command, {"COORDINATOR": coordinator, "HOST_ID": str(own)})
         deadline = time.monotonic() + (1.5 if waits else 30)
         while time.monotonic() < deadline and not said:
             child.pump()
             time.sleep(0.05)
         assert said == ([] if waits else [b"begun\n"])
-        with socket.create_server(("127.0.0.1", port)):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.create_server((address, port), family=family):
             while not child.ended():
                 time.sleep(0.05)
         child.pump()
@@ -168,14 +177,78 @@ def test_a_waiting_process_begins_when_the_coordinator_listens(tmp_path, own, wa
 
 
 @pytest.mark.release
-def test_a_script_starts_though_a_module_fails_that_it_has_waited_for(tmp_path):
-    (tmp_path / "late.py").write_text("import time; time.sleep(3); raise RuntimeError('late')")
-    env = {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
-    with Supervised(tmp_path, 2, *ALONE, "--ready", "late", env=env) as hosts:
-        hosts.start(0)
-        hosts.until_said(
-            r"start 1 with (.|\n)*RuntimeError: late\nrank 0 of 1 from 0", 0, seconds=30
-        )
+def test_a_waiting_process_asks_for_the_coordinator_no_longer_than_ten_seconds(tmp_path):
+    """Servers of names may take longer, and names may be none."""
+    slow = "import socket, time; socket.getaddrinfo = lambda *_: time.sleep(100)"
+    for module, name, most in ((slow, "host.test", 14), ("", f"{'x' * 64}.test", 14)):
+        (tmp_path / "jax.py").write_text(module)
+        said, begun = [], time.monotonic()
+        command = [sys.executable, "-c", "print('begun', flush=True)"]
+        child = Child(command, {"PYTHONPATH": str(tmp_path)}, said.append, ready=("jax",))
+        try:
+            child.begin(command, {"COORDINATOR": f"{name}:29500", "HOST_ID": "1"})
+            while not child.ended():
+                time.sleep(0.05)
+            assert said == [b"begun\n"]
+            assert 9 < time.monotonic() - begun < most
+        finally:
+            child.close()
+
+
+ENDING = {
+    "raises": "raise RuntimeError('late')",
+    "exits": "import sys; sys.exit()",  # as a script that nobody has meant to be imported
+    "ends": "import os; os._exit(0)",
+    "killed": "import os; os.kill(os.getpid(), 9)",
+    "interrupted": "raise KeyboardInterrupt",
+}
+"""{name: what a module does that a waiting process imports}"""
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("name", daily(ENDING, ["exits"]))
+def test_a_script_starts_though_the_process_ends_that_was_to_run_it(
+    tmp_path, name, told, monkeypatch, capfdbinary
+):
+    """It is no end of the run's. The process may end before it is told to begin, or later."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "ends.py").write_text(ENDING[name])
+    command = [sys.executable, "-S", "-c", "print('begun')"]
+    own = supervisor("127.0.0.1:29610", command=command, ready=("ends",))
+    own.spare = Child(command, {}, lambda line: None, ready=("ends",))
+    while not told and own.spare._process.poll() is None:
+        time.sleep(0.01)
+    own._start(1, (0,))
+    try:
+        while own.beat.phase is Phase.RUNNING:
+            own._watch()
+            time.sleep(0.01)
+    finally:
+        for child in filter(None, (own.child, own.spare)):
+            child.close()
+    assert (own.beat.phase, own.beat.cause, own._failures) == (Phase.DONE, "", 0)
+    assert not own._spares
+    said = capfdbinary.readouterr()[0]
+    assert b"the process that waits for the next start" in said
+    assert said.endswith(b"begun\n")
+
+
+def test_a_script_begins_in_a_waiting_process_as_python_begins_it(tmp_path):
+    """Its classes are found by name, no module takes its start, and its options count."""
+    (tmp_path / "reads.py").write_text("import sys; print(sys.stdin.read())")
+    code = "import pickle, sys\nclass A: pass\nprint(pickle.loads(pickle.dumps(A)), sys.path[0])"
+    command = [sys.executable, "-P", "-S", "-c", code]
+    said = []
+    child = Child(command, {"PYTHONPATH": str(tmp_path)}, said.append, ready=("reads",))
+    try:
+        assert child.waits
+        child.begin(command, {"HOST_ID": "0"})
+        while not child.ended():
+            time.sleep(0.01)
+        assert not child.waits
+    finally:
+        child.close()
+    assert b"".join(said).decode().split("\n") == ["", f"<class '__main__.A'> {tmp_path}", ""]
 
 
 @pytest.mark.release
@@ -292,6 +365,16 @@ def test_addresses_follow_a_file_and_servers_of_names(tmp_path, monkeypatch):
     file.write_text("127.0.0.1:2000\n127.0.0.9:2009\n")
     book.look_up()
     assert book.numbers[1] == ("127.0.0.9", 2009) and book.hosts[1].name == "127.0.0.9"
+
+
+@pytest.mark.parametrize("text", ["[::1]:29610,[::1]:29640", "::1:29610,::1:29640"])
+def test_numbers_of_ipv6_have_brackets_where_jax_reads_them(text):
+    """Without them it looks for no port; with them nobody found the other supervisors."""
+    own = supervisor(text)
+    assert own.book.numbers == [("::1", 29610), ("::1", 29640)]
+    own._start(1, (1, 0))
+    own.child.close()
+    assert own._told[1]["COORDINATOR"] == "[::1]:29642"
 
 
 @pytest.mark.release

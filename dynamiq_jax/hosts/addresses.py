@@ -23,6 +23,10 @@ class Address(NamedTuple):
     name: str
     port: int
 
+    def at(self, port: int) -> str:
+        """NAME:PORT of another port, as JAX reads it: numbers of IPv6 in brackets."""
+        return f"[{self.name}]:{port}" if ":" in self.name else f"{self.name}:{port}"
+
 
 def parse_hosts(text: str) -> tuple[Address, ...]:
     """The addresses of "10.0.0.1:29500,10.0.0.2:29500"; of "@FILE" those of its lines.
@@ -43,7 +47,7 @@ def parse_hosts(text: str) -> tuple[Address, ...]:
                 f"hosts={word.strip()!r}: give NAME:PORT for each host, with a port from 1024 to "
                 "65000, for example 10.0.0.1:29500,10.0.0.2:29500, or @FILE with one in each line"
             )
-        found.append(Address(name, int(port)))
+        found.append(Address(name.removeprefix("[").removesuffix("]"), int(port)))
     if not found:
         raise ValueError(f"hosts={text!r} has no host: give NAME:PORT in each line")
     if len(set(found)) < len(found):

@@ -41,36 +41,43 @@ except OSError as error:
 """Runs a command that the kernel kills with its supervisor."""
 
 IMPORTS_AND_WAITS = """
-import contextlib, gc, importlib, json, os, runpy, select, socket, sys, time
+import contextlib, gc, importlib, json, os, runpy, socket, sys, threading, time, types
 modules, path, kind, *sys.argv = sys.argv[1:]
-sys.path[0] = path
-try:
-    for name in modules.split(","):
-        importlib.import_module(name)
-except Exception:
-    if not select.select([0], [], [], 0)[0]:
-        raise
-    sys.excepthook(*sys.exc_info())  # the script may do without: its start has come
-gc.collect()
-gc.freeze()  # while JAX traces, the collector need not walk what modules hold
-if not (line := sys.stdin.readline()):
-    sys.exit("the supervisor has ended")
-told = json.loads(line)
+if not getattr(sys.flags, "safe_path", False):
+    sys.path[0] = path
+start = open(os.dup(0))  # modules may read stdin
 nothing = os.open(os.devnull, os.O_RDONLY)
 os.dup2(nothing, 0)
 os.close(nothing)
+for name in modules.split(","):
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()  # while JAX traces, the collector need not walk what modules hold
+if not (line := start.readline()):
+    sys.exit("the supervisor has ended")
+start.close()
+told = json.loads(line)
 os.environ.update(told["env"])
 sys.argv = told["argv"]
 # Whoever asks JAX's coordinator before it listens is not heard for seconds, as gRPC asks seldom.
 address, _, port = os.environ.get("COORDINATOR", "").rpartition(":")
-end = time.monotonic() + (10 if "jax" in sys.modules and os.environ["HOST_ID"] != "0" else 0)
-while time.monotonic() < end:
-    with contextlib.suppress(OSError), socket.create_connection((address.strip("[]"), port), 1):
-        break
-    time.sleep(0.05)
+end = time.monotonic() + 10
+def listens():
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, UnicodeError):
+            with socket.create_connection((address.strip("[]"), port), 1):
+                return
+        time.sleep(0.05)
+if "jax" in sys.modules and os.environ["HOST_ID"] != "0":
+    # Servers of names may take longer than that.
+    asking = threading.Thread(target=listens, daemon=True)
+    asking.start()
+    asking.join(10)
+os.unlink(told["waits"])
 if kind == "-c":
     code, sys.argv[0] = sys.argv[0], "-c"
-    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    exec(compile(code, "<string>", "exec"), vars(main))
 elif kind == "-m":
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 else:
@@ -182,6 +189,9 @@ class Child:
         self._oom_kills = oom_kills()
         self._folder = tempfile.TemporaryDirectory(prefix="dynamiq_jax_")
         self.progress = Path(self._folder.name) / "progress"
+        self._waits = Path(self._folder.name) / "waits"
+        if ready:
+            self._waits.touch()
         shim = [sys.executable, "-I", "-S", "-c", DIES_WITH_PARENT, str(os.getpid())]
         own = {PROGRESS: str(self.progress), notice.VARIABLE: ""}  # the supervisor watches
         env = env | own | (slots.environment if slots else {})
@@ -200,6 +210,11 @@ class Child:
         """The number of the process."""
         return self._process.pid
 
+    @property
+    def waits(self) -> bool:
+        """Whether it has not begun to run the script."""
+        return self._waits.exists()
+
     def begin(self, command: list[str], env: dict[str, str]) -> bool:
         """Lets a process that waits run the command; returns whether it was still there.
 
@@ -208,7 +223,7 @@ class Child:
           env: variables besides those that the process has.
         """
         assert self._process.stdin is not None
-        told = {"argv": Script.of(command).argv, "env": env}
+        told = {"argv": Script.of(command).argv, "env": env, "waits": str(self._waits)}
         try:
             with self._process.stdin as stdin:
                 stdin.write(json.dumps(told).encode() + b"\n")

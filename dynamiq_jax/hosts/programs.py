@@ -14,6 +14,7 @@ import pickle
 import re
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled
 
 from dynamiq_jax.core.warned import warn
 from dynamiq_jax.hosts.told import rows_of_all
@@ -77,8 +79,8 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     file = Path(folder) / f"dynamiq_jax-{own}-{jax.process_index()}.program"
     found = _kept(file)
     # It begins before processes meet for the first time, which takes a part of a second.
-    compiled = functools.partial(_compiled, step, lower, args, file)
-    loaded = _Loaded(found, file, args, compiled) if found else None
+    compiled = functools.partial(_compiled, step, lower, file)
+    loaded = _Loaded(found, file, jax.tree.map(_shaped, args), compiled) if found else None
     told = np.append(np.frombuffer(common, np.uint32), np.uint32(loaded is not None))
     everywhere = rows_of_all(told)
     if (everywhere[:, :-1] != told[:-1]).any():
@@ -87,47 +89,61 @@ def load_or_compile(step: Any, *args: Any, key: object) -> Callable[..., Any]:
     # Tracing may ask all processes, so none of them loads what another one traces.
     if loaded is not None and (everywhere == told).all():
         return loaded
-    return compiled()
+    return compiled(args)
 
 
-class _Loaded:
+class _Loaded(Compiled):
     """A program that a thread loads; whatever is asked of it waits.
 
     Args:
       found: what `_kept` has returned.
       file: where that was.
-      args: the arguments for which it was compiled.
-      compiled: compiles the step, if the program cannot be loaded in some process.
+      args: the arguments for which it was compiled, without arrays: nobody may call it for long.
+      compiled: compiles the step for them, if the program cannot be loaded in some process.
     """
 
     def __init__(
-        self, found: Any, file: Path, args: Any, compiled: Callable[[], Callable[..., Any]]
+        self, found: Any, file: Path, args: Any, compiled: Callable[[Any], Callable[..., Any]]
     ) -> None:
         threads = concurrent.futures.ThreadPoolExecutor(1)
         self._loading = threads.submit(_load, found, args)
         threads.shutdown(wait=False)
-        self._file, self._compiled = file, compiled
+        self._file, self._args, self._compiled = file, args, compiled
+        self._first = threading.RLock()  # of several threads' first calls one asks all processes
         self._program: Callable[..., Any] | None = None
 
-    def __call__(self, *args: Any) -> Any:
-        return self._resolved()(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._agreed()(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # JAX asks all that it gets for some
+        """Reads from the program what `Compiled` has. JAX asks all that it gets for other names."""
+        if name.startswith("__") or "_program" not in vars(self):  # as in a copy, at first
             raise AttributeError(name)
-        return getattr(self._resolved(), name)
+        # One process alone may ask for it, so that it does not wait for others if it need not.
+        loaded = self._program is None and self._loading.exception() is None
+        return getattr(self._loading.result() if loaded else self._agreed(), name)
 
-    def _resolved(self) -> Callable[..., Any]:
-        if self._program is None:
-            if error := self._loading.exception():
-                _tell(self._file, error, "the step is compiled instead")
-            everywhere = rows_of_all(np.array(error is None)).all()
-            self._program = self._loading.result() if everywhere else self._compiled()
-            del self._compiled  # and the arguments with it
+    def _agreed(self) -> Callable[..., Any]:
+        """The program, which all processes have loaded, or which all have compiled."""
+        with self._first:
+            if self._program is None:
+                if error := self._loading.exception():
+                    _tell(self._file, error, "the step is compiled instead")
+                everywhere = rows_of_all(np.array(error is None)).all()
+                self._program = self._loading.result() if everywhere else self._compiled(self._args)
         return self._program
 
 
-def _compiled(step: Any, lower: Any, args: Any, file: Path) -> Callable[..., Any]:
+def _shaped(leaf: Any) -> Any:
+    """An array's shape, dtype and place, without its memory."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    where = leaf.sharding if leaf.committed else None
+    weak = getattr(leaf, "weak_type", False)  # keys have none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where, weak_type=weak)
+
+
+def _compiled(step: Any, lower: Any, file: Path, args: Any) -> Callable[..., Any]:
     """The step, compiled for all processes and kept."""
     with _empty_cache():
         step.clear_cache()

@@ -54,7 +54,9 @@ class _Round:
         self.parts: list[Sent] = []
         self._room = room
         # Every host gets what each sends to all: more hosts send less, for want of memory.
-        self._room_to_all = min(room, max(1, 4 * room // hosts))
+        # A row is of one of few sizes, so that what exceeds one by little would take the next one.
+        most = min(room, max(1, 4 * room // hosts))
+        self._room_to_all = max((n for n in (*SMALLER, room) if n <= most), default=most)
         self._sources: dict[int, int] = {}  # of each target; no host has two targets or sources
         self._to_one = [0] * hosts
         self._to_all = [0] * hosts
@@ -140,6 +142,7 @@ class Incoming:
         self._next = next(self._rounds, None)
         self._travel: collections.deque[tuple[list[Sent], dict[int, Array]]] = collections.deque()
         self._arrived: collections.deque[tuple[Sent, np.ndarray]] = collections.deque()
+        self._zeros = functools.cache(_zeros)  # they leave the device with this object
 
     def of(self, block: Block) -> Iterator[Piece]:
         """The pieces of a block; blocks come in their order."""
@@ -163,7 +166,6 @@ class Incoming:
         """Sends what others still lack."""
         while self._next or self._travel:
             self._advance()
-        _nothing.cache_clear()
 
     def _advance(self) -> None:
         """Begins a round, then waits for the oldest one if as many travel as may."""
@@ -200,7 +202,7 @@ class Incoming:
                     row = np.empty(size, np.uint8) if row is None else row
                     self._read(block, start, row[place : place + stop - start])
             pairs = tuple(sorted({(s.source, s.target) for s, _ in placed})) if key != ALL else None
-            results[key] = _passed(row, size, pairs)
+            results[key] = _passed(row, size, pairs, self._zeros)
         return results
 
 
@@ -240,18 +242,24 @@ def _program(pairs: tuple[tuple[int, int], ...] | None) -> Callable[[Array], Arr
     return jax.jit(jax.shard_map(passed, mesh=_mesh(), **options))
 
 
-@functools.lru_cache(maxsize=len(SMALLER) + 1)
-def _nothing(size: int) -> Array:
+def _zeros(size: int) -> Array:
     """The row of a process that sends nothing, uint8[1, n], on its device."""
-    return jax.device_put(np.zeros((1, size), np.uint8), _mesh().devices[jax.process_index()])
+    return _on_device(np.zeros(size, np.uint8))
 
 
-def _passed(row: np.ndarray | None, size: int, pairs: tuple[tuple[int, int], ...] | None) -> Array:
+def _on_device(row: np.ndarray) -> Array:
+    return jax.device_put(row[None], _mesh().devices[jax.process_index()])
+
+
+def _passed(
+    row: np.ndarray | None,
+    size: int,
+    pairs: tuple[tuple[int, int], ...] | None,
+    zeros: Callable[[int], Array],
+) -> Array:
     """The result of a program that has begun to pass on this process's row, uint8[n], if any."""
     mesh = _mesh()
-    own = _nothing(size)
-    if row is not None:
-        own = jax.device_put(row[None], mesh.devices[jax.process_index()])
+    own = zeros(size) if row is None else _on_device(row)
     shape, sharding = (mesh.size, size), NamedSharding(mesh, P("hosts"))
     with jax.set_mesh(mesh):
         placed = jax.make_array_from_single_device_arrays(shape, sharding, [own])

@@ -105,6 +105,7 @@ class Supervisor:
         self.child: Child | None = None
         self.spare: Child | None = None
         """A process with imported modules that waits for the next start."""
+        self._told: tuple[list[str], dict[str, str]] = [], {}  # the command, and its variables
         self._slots: Slots | None = None  # memory that outlives the process
         self._env: dict[str, str] = {}
         self._spares = bool(settings.ready)
@@ -289,7 +290,7 @@ class Supervisor:
         """Starts this host's process as one of a generation."""
         first = self.book.hosts[members[0]]
         values = {
-            "coordinator": f"{first.name}:{first.port + 1 + generation % PORTS}",
+            "coordinator": first.at(first.port + 1 + generation % PORTS),
             "processes": str(len(members)),
             "process_id": str(members.index(self.beat.host)),
         }
@@ -298,7 +299,8 @@ class Supervisor:
             "NUM_HOSTS": values["processes"],
             "HOST_ID": values["process_id"],
         }
-        self.child = self._begun([_filled(word, values) for word in self.settings.command], env)
+        self._told = [_filled(word, values) for word in self.settings.command], env
+        self.child = self._begun()
         self.beat = Beat(
             host=self.beat.host, phase=Phase.RUNNING, generation=generation, members=members
         )
@@ -311,14 +313,23 @@ class Supervisor:
         self.say(f"start {generation} with {len(members)} hosts{without}")
         self.event("start", members=members, pid=self.child.pid)
 
-    def _begun(self, command: list[str], env: dict[str, str]) -> Child:
-        """A process that runs the command: the one that waits, or a new one."""
+    def _begun(self) -> Child:
+        """A process that runs what was told: the one that waits, or a new one."""
         spare, self.spare = self.spare, None
-        if spare and spare.begin(command, env):
+        if spare and spare.begin(*self._told):
             return spare
         if spare:
-            spare.close()
+            self._without(spare)
+        command, env = self._told
         return Child(command, self._env | env, _forward, slots=self._slots)
+
+    def _without(self, spare: Child) -> None:
+        """Says why a process has ended that was to wait; from now on none does."""
+        end = spare.ended()
+        spare.close()
+        self._spares = False
+        why = end.text if end else "does not listen"
+        self.say(f"the process that waits for the next start {why}; starts take longer")
 
     def _watch_spare(self) -> None:
         """Lets a process get ready for the next start, and says so if it ends.
@@ -326,10 +337,9 @@ class Supervisor:
         It does so while this host waits for others, and once the first step is over, which
         compiles and needs the cores.
         """
-        if self.spare and (end := self.spare.ended()):
-            self.spare.close()
-            self.spare, self._spares = None, False
-            self.say(f"the process that waits for the next start {end.text}; starts take longer")
+        if self.spare and self.spare.ended():
+            spare, self.spare = self.spare, None
+            self._without(spare)
         elif self.spare:
             self.spare.pump()
         elif self._spares and (self.child is None or self._steps > 1):
@@ -342,6 +352,10 @@ class Supervisor:
         assert self.child
         self._read_progress()
         if end := self.child.ended():
+            if self.child.waits and self._asked is None:  # it is no end of the script's
+                self._without(self.child)
+                self.child = self._begun()
+                return self.event("start", members=self.beat.members, pid=self.child.pid)
             return self._child_ended(end)
         if cause := self._cause():
             return self._fail(cause)
