@@ -78,7 +78,7 @@ class Supervised:
             with (self.own(i) / "log").open("ab") as log:
                 self.processes[i] = subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=os.environ | {"DO": str(self.own(i))} | self.env,
+                    env=os.environ | {"DO": str(self.own(i))} | self.env, preexec_fn=_hears_sigint,
                 )  # fmt: skip
             self.started.append(self.processes[i])
 
@@ -122,6 +122,11 @@ def child_of(supervisor):
     """The process number of the process that a supervisor has started; another one may wait."""
     pid = supervisor.pid
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+
+def _hears_sigint() -> None:
+    """Tests may run in the background, where shells let SIGINT be ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def free_ports(n):
