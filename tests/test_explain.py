@@ -386,3 +386,34 @@ def test_ways_have_the_parameters_of_a_policy():
     exact = sent(dq.Policy(parameters=dq.F32()))
     half = [(a + b) / 2 for a, b in zip(sent(dq.Policy(parameters=bits)), exact, strict=True)]
     assert by_path == pytest.approx(half, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "reason"),
+    [
+        (dq.contrib.PowerSGD(), "does not do psum_scatter and all_gather"),
+        (dq.Compression(topology=dq.Hierarchical()), "needs two axes and got 1"),
+        (lambda path, leaf: "exact", "'exact' is not a method"),
+    ],
+)
+def test_a_way_that_parameters_cannot_take_says_so_in_its_line(parameters, reason):
+    """`psum` does not read `Policy.parameters`, and its plan does not depend on them."""
+    explain = lambda how: dq.explain(LARGE, 8, compression=how, verbose=False, rate="25gbit")
+    found = explain(dq.Policy(parameters=parameters))
+    (psum,) = found.ways
+    assert psum.sent_bytes == found.wire_bytes == explain(None).wire_bytes
+    assert [way.name for way in found.refused] == ["sharded updates", "FSDP"]
+    for way, line in zip(found.refused, str(found).splitlines()[-4:], strict=False):
+        assert reason in way.reason and line == f"{way.name}: {way.call} refuses this: {way.reason}"
+    assert "least, by data parallel (dq.psum)" in found.fastest
+    assert explain(None).refused == ()
+
+
+def test_fsdp_of_leaves_that_workers_do_not_split_gathers_nothing():
+    """A method and a topology that no leaf takes are not refused."""
+    tree = {"b": jax.ShapeDtypeStruct((7,) * 4, jnp.float32)}
+    gathers = dq.Compression(dq.contrib.PermK(), topology=dq.Hierarchical())
+    small = dq.Compression(dq.F32(), min_leaf_size=100, min_bucket_size=1)
+    policy = dq.Policy(gradients=small, parameters=gathers)
+    found = dq.explain(tree, 8, compression=policy, verbose=False)
+    assert found.refused == () and len({way.sent_bytes for way in found.ways}) == 1

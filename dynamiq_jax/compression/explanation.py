@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from dynamiq_jax.compression.compression import Route
-from dynamiq_jax.compression.ways import PaddedLeaf, Way, Ways, lines
+from dynamiq_jax.compression.ways import PaddedLeaf, RefusedWay, Way, Ways, lines
 from dynamiq_jax.methods.base import Method
 from dynamiq_jax.plan.plan import Plan, lines_of_defaults
 from dynamiq_jax.tree.leaves import COMPRESSED_DTYPES, Leaf
@@ -53,6 +53,7 @@ class Explanation:
       advice: a remedy if this error is too large, else `None`.
       ways: the bytes of data parallel training, sharded updates and FSDP, with AdamW; empty if
         nothing is compressed, or if a method does not scatter. With a rate it also has wire times.
+      refused: those of these ways that cannot run, each with its reason.
       fastest: the way that takes the least time on the wire, in words; `None` without a rate.
       kernels: the backend of the kernels that encode and decode on JAX's default platform, such as
         "triton"; "xla" for methods that have none. Several are joined by "; ".
@@ -81,6 +82,7 @@ class Explanation:
     kernels_reason: str | None = None
     defaults: tuple[str, ...] = ()
     needs_state: bool = False
+    refused: tuple[RefusedWay, ...] = ()
 
     def __str__(self) -> str:
         count = f"{self.n_workers} worker{'s' if self.n_workers > 1 else ''}"
@@ -108,6 +110,7 @@ class Explanation:
         feet = [(name, "", "", "", f"{x:,.0f}", f"{bits * x:.3f}") for name, x in totals]
         if self.ways:
             caption += ["", *lines(self.ways)]
+            caption += map(str, self.refused)
             caption += filter(None, (way.natives for way in self.ways[1:]))  # rows tell of psum
         if self.padded:
             caption += ["", _said_of(self.padded, self.n_workers)]
@@ -191,6 +194,7 @@ def explain_plan(
         advice=" ".join(dict.fromkeys(advice for advice in advices if advice)) or None,
         ways=ways.ways,
         padded=ways.padded,
+        refused=ways.refused,
         needs_state=plan.needs_state is not None,
         defaults=tuple(dict.fromkeys((*plan.defaults, *defaults))),
         kernels="; ".join(dict.fromkeys(k.backend if k else "xla" for k in kernels)) or "xla",

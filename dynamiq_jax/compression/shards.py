@@ -233,12 +233,14 @@ class Shards:
             yield Part(numbers, tuple(found))
 
     def gathered(self, shards: Sequence[Leaf]) -> Iterator[Part]:
-        """How every device's shards are gathered; leaves that are not split need no exchange.
+        """How every device's shards are gathered; leaves that are not split are in no part.
 
         `BF16` and `F32` are native all-gathers, in at most as many bits as the leaf has.
         """
         axes, gathers = tuple(self.sizes), self.of_gathers
         for numbers, own, steps in self._kinds(shards, gathers, sharded=True):
+            if not steps:  # whatever its method is: a topology may refuse one that never runs
+                continue
             told = dataclasses.replace(own, topology=own.topology or self.compression.topology)
             assert self.gathers is not None
             route = self._told(told.route(self._counts(axes), here=self.here), self.gathers)

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -82,17 +83,37 @@ class PaddedLeaf:
     kept_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class RefusedWay:
+    """A way that cannot run with these methods and topologies; prints as one line.
+
+    Attributes:
+      name: as that of `Way`.
+      call: the function of the library, which raises an error.
+      reason: the error.
+    """
+
+    name: str
+    call: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.call} refuses this: {self.reason}"
+
+
 class Ways(NamedTuple):
-    """The three ways, and the leaves that sharded updates pad."""
+    """The ways that can run, those that cannot, and the leaves that sharded updates pad."""
 
     ways: tuple[Way, ...]
     padded: tuple[PaddedLeaf, ...]
+    refused: tuple[RefusedWay, ...] = ()
 
 
 def ways_of(leaves: Sequence[Leaf], plan: Plan, policy: AnyPolicy | None, *, here: bool) -> Ways:
     """The ways for leaves of which ``plan`` is the all-reduce; each as one call for all leaves.
 
-    There are no ways if nothing is compressed, or a method does not scatter. Leaves without a
+    There are no ways if nothing is compressed, or a method does not scatter. A way that is refused,
+    as by a method of parameters that cannot gather, leaves the others. Leaves without a
     gradient are in none of them. Sharded updates split and pad leaves by `divisions`; FSDP, whose
     specs are the user's, is told for the same dimensions where they are multiples of the workers.
     """
@@ -115,12 +136,26 @@ def ways_of(leaves: Sequence[Leaf], plan: Plan, policy: AnyPolicy | None, *, her
     ]
     fsdp = _Placed.of(leaves, even, counts)
     nbytes, size = sum(leaf.nbytes for leaf in leaves), sum(leaf.size for leaf in leaves)
-    rows = (
-        Way("data parallel", "dq.psum", ((plan, 1),), nbytes + MOMENTS * size, nbytes),
-        updates.by_updates(policy, nbytes, here=here),
-        fsdp.by_fsdp(policy, here=here),
-    )
-    return Ways(rows, updates.padded)
+    rows = [Way("data parallel", "dq.psum", ((plan, 1),), nbytes + MOMENTS * size, nbytes)]
+    refused = []
+    for name, call, way in (
+        ("sharded updates", "dq.optax.sharded", partial(updates.by_updates, nbytes=nbytes)),
+        ("FSDP", "dq.fsdp", fsdp.by_fsdp),
+    ):
+        try:
+            rows.append(Way(name, call, *way(policy, here=here)))
+        except (ValueError, NotImplementedError) as error:
+            # Whoever calls psum alone may have fields of a policy that only these ways read.
+            refused.append(RefusedWay(name, call, str(error)))
+    return Ways(tuple(rows), updates.padded, tuple(refused))
+
+
+class _Costs(NamedTuple):
+    """The fields of a `Way` with its numbers."""
+
+    plans: tuple[tuple[Plan, int], ...]
+    kept_bytes: float
+    gradient_bytes: float
 
 
 class _Placed(NamedTuple):
@@ -173,7 +208,7 @@ class _Placed(NamedTuple):
             found.append(dataclasses.replace(leaf, shape=tuple(shape)))
         return found
 
-    def by_updates(self, policy: AnyPolicy | None, nbytes: int, *, here: bool) -> Way:
+    def by_updates(self, policy: AnyPolicy | None, *, nbytes: int, here: bool) -> "_Costs":
         """Sharded updates of parameters of so many bytes."""
         gathers = gathers_of(policy, copied=True, here=here)
         told = as_compression(policy), gathers, True, False, here
@@ -185,9 +220,9 @@ class _Placed(NamedTuple):
         plans += differences.plans([own[i] for i in split], "all-gather", keyed=True)
         # Masters in f32, the moments, and the slices of the copy to which updates are added.
         kept = sum((4 + MOMENTS) * leaf.size + leaf.nbytes for leaf in own)
-        return Way("sharded updates", "dq.optax.sharded", _each(plans), nbytes + kept, nbytes)
+        return _Costs(_each(plans), nbytes + kept, nbytes)
 
-    def by_fsdp(self, policy: AnyPolicy | None, *, here: bool) -> Way:
+    def by_fsdp(self, policy: AnyPolicy | None, *, here: bool) -> "_Costs":
         """FSDP."""
         gathers, own = gathers_of(policy, here=here), self.shards
         told = as_compression(policy), gathers, False, True, here
@@ -196,7 +231,7 @@ class _Placed(NamedTuple):
         plans += _each(shards.plans(self.leaves, "reduce-scatter", keyed=False))
         nbytes = sum(leaf.nbytes for leaf in own)
         kept = nbytes + MOMENTS * sum(leaf.size for leaf in own)
-        return Way("FSDP", "dq.fsdp", plans, kept, nbytes)
+        return _Costs(plans, kept, nbytes)
 
 
 def _each(plans: Sequence[Plan], times: int = 1) -> tuple[tuple[Plan, int], ...]:
