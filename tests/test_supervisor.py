@@ -414,7 +414,8 @@ def test_an_interrupt_ends_a_run_whenever_it_comes(tmp_path, seconds):
         time.sleep(seconds)
         hosts.processes[0].send_signal(signal.SIGINT)
         assert hosts.statuses(seconds=30)[0] in (-signal.SIGINT, 143, 1)
-        assert "Traceback" not in hosts.said(0)
+        # Python's own start, before the package is imported, may raise.
+        assert not re.search(r"Traceback(.|\n)*/(dynamiq_)?jax/", hosts.said(0))
 
 
 def test_an_interrupt_raises_nothing_before_the_supervisor_has_its_handler(monkeypatch):
