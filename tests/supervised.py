@@ -55,6 +55,10 @@ class Supervised:
         self.hosts = ",".join(f"127.0.0.1:{port}" for port in ports or free_ports(n))
         self.processes = {}
         self.started = []
+        # Tests may run in the background, where shells let SIGINT be ignored, by processes that
+        # they start, too.
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __enter__(self):
         return self
@@ -78,7 +82,7 @@ class Supervised:
             with (self.own(i) / "log").open("ab") as log:
                 self.processes[i] = subprocess.Popen(
                     command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                    env=os.environ | {"DO": str(self.own(i))} | self.env, preexec_fn=_hears_sigint,
+                    env=os.environ | {"DO": str(self.own(i))} | self.env,
                 )  # fmt: skip
             self.started.append(self.processes[i])
 
@@ -122,11 +126,6 @@ def child_of(supervisor):
     """The process number of the process that a supervisor has started; another one may wait."""
     pid = supervisor.pid
     return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
-
-
-def _hears_sigint() -> None:
-    """Tests may run in the background, where shells let SIGINT be ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def free_ports(n):
