@@ -25,21 +25,7 @@ from dynamiq_jax.tree.leaves import describe_leaves
 
 pytestmark = pytest.mark.usefixtures("dtypes_promoted")
 
-SIZES = [
-    (1,),
-    (2,),
-    (6,),
-    (2,),
-    (3,),
-    (4,),
-    (8,),
-    (2, 2),
-    (2, 4),
-    (1, 4),
-    (4, 1),
-    (3, 2),
-    (2, 2, 2),
-]
+SIZES = [(1,), (2,), (3,), (4,), (6,), (8,), (2, 2), (2, 4), (1, 4), (4, 1), (3, 2), (2, 2, 2)]
 LENGTHS = (1, 3, 5, 7, 8, 13, 24, 48, 120)
 LIMITS = {"min_leaf_size": 100, "min_bucket_size": 1, "min_bucket_bytes": 0}
 
@@ -49,11 +35,8 @@ def case(rng):
     pick = lambda table: table[list(table)[rng.integers(len(table))]]
     chosen: Any = lambda *values: values[rng.integers(len(values))]
     lengths = lambda: tuple(map(int, rng.choice(LENGTHS, rng.integers(0, 4))))
-    shapes = [
-        *(lengths() for _ in range(rng.integers(1, 4))),
-        chosen((48, 64), (24, 130)),
-        (7,) * 4,
-    ]
+    shapes = [lengths() for _ in range(rng.integers(1, 4))]
+    shapes += [chosen((48, 64), (24, 130)), (7,) * 4]
     dtype = chosen(jnp.float32, jnp.float32, jnp.bfloat16)
     name = lambda i: f"{chosen('no', 'w', 'b', 'v')}{i}"
     tree = {name(i): jax.ShapeDtypeStruct(shape, dtype) for i, shape in enumerate(shapes)}
