@@ -67,14 +67,14 @@ def load_corpus(
     if vocab_size == 256:
         return Corpus(encode(train, {}), encode(validation, {}), vocab_size)
     text = f"{vocab_size} {PIECE.pattern} {len(train)} ".encode() + train + validation
-    name = f"tokens-{hashlib.blake2b(text, digest_size=16).hexdigest()}.npz"
-    file = (folder := cache_folder()) and folder / name
-    if file and (kept := _kept(file, vocab_size)):
+    if (caches := cache_folder()) is None:
+        return _tokenised(train, validation, vocab_size)
+    file = caches / f"tokens-{hashlib.blake2b(text, digest_size=16).hexdigest()}.npz"
+    if kept := _kept(file, vocab_size):
         return kept
     corpus = _tokenised(train, validation, vocab_size)
-    if file:
-        with contextlib.suppress(OSError):  # the next start builds it again
-            _keep(file, corpus)
+    with contextlib.suppress(OSError):  # the next start builds it again
+        _keep(file, corpus)
     return corpus
 
 

@@ -208,7 +208,7 @@ class _Placed(NamedTuple):
             found.append(dataclasses.replace(leaf, shape=tuple(shape)))
         return found
 
-    def by_updates(self, policy: AnyPolicy | None, *, nbytes: int, here: bool) -> "_Costs":
+    def by_updates(self, policy: AnyPolicy | None, *, nbytes: int, here: bool) -> _Costs:
         """Sharded updates of parameters of so many bytes."""
         gathers = gathers_of(policy, copied=True, here=here)
         told = as_compression(policy), gathers, True, False, here
@@ -222,7 +222,7 @@ class _Placed(NamedTuple):
         kept = sum((4 + MOMENTS) * leaf.size + leaf.nbytes for leaf in own)
         return _Costs(_each(plans), nbytes + kept, nbytes)
 
-    def by_fsdp(self, policy: AnyPolicy | None, *, here: bool) -> "_Costs":
+    def by_fsdp(self, policy: AnyPolicy | None, *, here: bool) -> _Costs:
         """FSDP."""
         gathers, own = gathers_of(policy, here=here), self.shards
         told = as_compression(policy), gathers, False, True, here
